@@ -1,0 +1,46 @@
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test check format demo bench clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Install thinwire and its development tools into .venv
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "No '$(PYTHON)' found: install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "thinwire needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1): name another, as in make setup PYTHON=python3.12" >&2; \
+		exit 1; }
+	@echo "Installing thinwire and its development tools into $(VENV) (the first time takes about two minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: setup  ## Run the tests
+	$(VENV)/bin/python -m pytest
+
+check: setup  ## Check formatting, lint and types
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
+
+format: setup  ## Format the code and apply the safe lint fixes
+	$(VENV)/bin/ruff check --fix --exit-zero --quiet
+	$(VENV)/bin/ruff format
+
+demo: setup  ## Compare the compressors on this machine and write report/bench.html
+	@mkdir -p report
+	.venv/bin/thinwire bench --plot report/bench.html
+
+bench: setup  ## Measure against the performance targets
+	$(VENV)/bin/python benchmarks/targets.py
+
+clean:  ## Remove everything that make created, .venv included
+	rm -rf $(VENV) report build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,230 @@
+"""The contract of every compressor.
+
+A compressor is an immutable description; it keeps no state and talks to nobody. Encoding happens in
+two halves so that a failure in between can lose nothing:
+
+1. `draft` reads the tensor and the residual and makes the payload of C(x + r); it writes neither.
+2. `settle` brings the residual up to date: r <- (x + r) - decode(payload).
+
+`encode` does both. Conservation holds for every compressor because `settle` is written once.
+"""
+
+import warnings
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors.spec import spec_of
+from thinwire.errors import ThinwireWarning
+from thinwire.kernels import Key
+from thinwire.wire.code import Code, Start
+from thinwire.wire.codes import NonFinite, Raw
+from thinwire.wire.payload import Payload, add_all, flat_view
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Encoded(NamedTuple):
+    """What an algorithm makes of a tensor: a code, its sections, and what is known of them."""
+
+    code: Code
+    sections: tuple[Tensor, ...]
+    known: Any = None  # what code.open(sections) would give, where that is at hand already
+
+
+class Request(NamedTuple):
+    """What an algorithm is asked to encode: x + r, flat, in float32 or float64."""
+
+    x: Tensor
+    r: Tensor | None
+    dtype: torch.dtype  # of the tensor that the user gave
+    key: Key
+
+    @property
+    def numel(self) -> int:
+        return self.x.numel()
+
+
+@dataclass(frozen=True)
+class Compressor(ABC):
+    """Base of all compressors; see the module for the contract.
+
+    Subclasses are frozen dataclasses that check their fields in `__post_init__`, carry their name
+    in spec strings as `name`, and implement `encode_flat`.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool] = False  # every element type, every bit
+
+    @property
+    def summable(self) -> bool:
+        """Whether payloads of different ranks may be added section by section by the backend."""
+        return False
+
+    @property
+    def random(self) -> bool:
+        """Whether the result depends on the key."""
+        return False
+
+    @property
+    def fingerprint(self) -> int:
+        """32 bits that differ for different settings; ranks compare them."""
+        return zlib.crc32(str(self).encode())
+
+    @abstractmethod
+    def encode_flat(self, request: Request) -> Encoded | None:
+        """Encode x + r; None if it is not finite throughout. Never called with no elements."""
+
+    def __str__(self) -> str:
+        return spec_of(self)
+
+    def __or__(self, other: "Compressor") -> "Compressor":
+        from thinwire.compressors.chain import Chain
+
+        return Chain.of(self, other)
+
+    def encode(
+        self, x: Tensor, *, residual: Tensor | None = None, key: Key | None = None
+    ) -> Payload:
+        """Compress a tensor.
+
+        Args:
+            x: float32, float64, float16 or bfloat16 (lossless compressors take integers too), of
+                any shape and strides. It is not changed.
+            residual: what earlier calls left out, of x's shape, float32 (float64 for a float64 x).
+                It is added to x first, and in the end holds what was not sent. When x holds NaN or
+                infinity the payload is flagged and the residual stays as it is.
+            key: (seed, step, tensor) for compressors that draw random numbers. The same key always
+                draws the same numbers, so pass the step.
+
+        Returns:
+            The payload, with ``payload.num_bytes`` the size of its frame.
+        """
+        payload = self.draft(x, residual=residual, key=key)
+        if residual is not None:
+            self.settle(payload, x, residual)
+        return payload
+
+    def draft(
+        self, x: Tensor, *, residual: Tensor | None = None, key: Key | None = None
+    ) -> Payload:
+        """The payload of C(x + residual); x and the residual are only read."""
+        self._check_input(x, residual)
+        if key is None and self.random and residual is not None:
+            warnings.warn(
+                f"{type(self).__name__}.encode with a residual but without key=: every call draws "
+                "the same random numbers. Pass key=tw.Key(seed, step, tensor).",
+                ThinwireWarning,
+                stacklevel=3,
+            )
+        flat = x.detach().reshape(-1)
+        r = None if residual is None else residual.detach().reshape(-1)
+        if self.lossless and r is None:
+            encoded: Encoded | None = self.encode_flat(Request(flat, None, x.dtype, Key()))
+            finite = not flat.is_floating_point() or bool(torch.isfinite(flat).all())
+        else:
+            request = Request(_widen(flat), r, x.dtype, (key or Key()).checked())
+            encoded = self.encode_flat(request) if x.numel() else _nothing(flat)
+            finite = encoded is not None
+        code, sections, known = encoded or Encoded(NonFinite(), ())
+        return Payload(
+            code, x.dtype, x.shape, sections, x.device, not finite, self.fingerprint, known
+        )
+
+    def settle(self, payload: Payload, x: Tensor, residual: Tensor) -> None:
+        """residual <- (x + residual) - decoded payload, unless the payload is non-finite."""
+        if payload.non_finite or not x.numel():
+            return
+        flat, done = flat_view(residual)
+        values = x.detach().reshape(-1)
+        if values.dtype == flat.dtype:
+            payload.add_to(flat, -1.0, Start(plus=values))
+        else:
+            flat.add_(values)
+            payload.add_to(flat, -1.0)
+        done()
+
+    def decode(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        """The decompressed tensor: a new one of the original shape and type, or `out` filled."""
+        self._check_payload(payload)
+        if out is not None:
+            _check_out(payload, out)
+        return payload.restore(out)
+
+    def accumulate(
+        self, payload: Payload | Sequence[Payload], out: Tensor, weight: float = 1.0
+    ) -> None:
+        """out += weight * decoded; for sparse payloads the cost is that of the payload.
+
+        A sequence of payloads is added in its order, to the same bits as one after the other.
+        """
+        payloads = [payload] if isinstance(payload, Payload) else list(payload)
+        for each in payloads:
+            self._check_payload(each)
+            _check_out(each, out)
+        if not out.is_floating_point() and weight != int(weight):
+            raise ValueError(f"weight {weight} cannot be applied to {out.dtype}")
+        flat, done = flat_view(out)
+        add_all(payloads, flat, weight)
+        done()
+
+    def _check_payload(self, payload: Payload) -> None:
+        if payload.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"{self!r} cannot read this payload: other settings wrote it (fingerprint "
+                f"{payload.fingerprint:#010x}, expected {self.fingerprint:#010x}). "
+                "tw.decode(frame) reads any frame."
+            )
+
+    def _check_input(self, x: Tensor, residual: Tensor | None) -> None:
+        who = type(self).__name__
+        if x.dtype not in FLOATS and not (self.lossless and residual is None):
+            hint = "; a residual needs one too" if self.lossless else ""
+            raise TypeError(
+                f"{who} takes float32, float64, float16 and bfloat16 tensors, got {x.dtype}"
+                f"{hint} (NoCompression and Lossless take integers)"
+            )
+        if residual is None:
+            return
+        wanted = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if residual.dtype != wanted:
+            raise TypeError(
+                f"{who}: the residual of a {x.dtype} tensor must be {wanted}, got {residual.dtype}"
+            )
+        if residual.shape != x.shape or residual.device != x.device:
+            raise ValueError(
+                f"{who}: the residual must match the tensor: {tuple(residual.shape)} on "
+                f"{residual.device} against {tuple(x.shape)} on {x.device}"
+            )
+
+
+def _check_out(payload: Payload, out: Tensor) -> None:
+    if out.shape.numel() != payload.numel or out.device != payload.device:
+        raise ValueError(
+            f"out has {out.shape.numel()} elements on {out.device}, the payload {payload.numel} "
+            f"on {payload.device}"
+        )
+    if out.dtype.is_floating_point != payload.dtype.is_floating_point:
+        raise TypeError(f"a payload of {payload.dtype} cannot go into {out.dtype}")
+
+
+def _widen(flat: Tensor) -> Tensor:
+    """float32 for half types: kernels know float32 and float64."""
+    return flat if flat.dtype == torch.float64 else flat.float()
+
+
+def _nothing(flat: Tensor) -> Encoded:
+    return Encoded(Raw(), (flat.clone(),))
+
+
+def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """values in a narrower type; what is too large becomes the largest finite number."""
+    if values.dtype == dtype:
+        return values
+    top = torch.finfo(dtype).max
+    return values.clamp(-top, top).to(dtype)

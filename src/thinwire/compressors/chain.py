@@ -1,0 +1,88 @@
+"""Chains: what one stage sends as values goes through the next."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from thinwire.compressors.base import Compressor, Encoded, Request
+from thinwire.compressors.lossless import Lossless
+from thinwire.compressors.sparsifier import Sparsifier
+from thinwire.compressors.tiered import Tiered
+from thinwire.wire.code import Extent
+
+MOST_STAGES = 4
+
+
+@dataclass(frozen=True, repr=False)
+class Chain(Compressor):
+    """Several compressors one after the other, written with ``|``.
+
+    A sparsifier's values go through the next stage; its positions travel beside them. `Lossless` as
+    the last stage squeezes everything before it. The residual gets all that any stage left out.
+
+    Args:
+        stages: two to four compressors.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.TopK(0.01) | tw.Quantize(4)
+        TopK(ratio=0.01) | Quantize(bits=4, block=256, symmetric=True, stochastic=False, entropy=False)
+    """
+
+    stages: tuple[Compressor, ...]
+    name: ClassVar[str] = "chain"
+
+    def __post_init__(self) -> None:
+        if not 2 <= len(self.stages) <= MOST_STAGES:
+            raise ValueError(f"Chain: two to {MOST_STAGES} stages, got {len(self.stages)}")
+        *firsts, last = self.stages
+        for stage, following in zip(firsts, self.stages[1:], strict=True):
+            if isinstance(stage, Lossless):
+                raise ValueError(f"Chain: Lossless must come last, not before {following!r}")
+            if not isinstance(stage, Sparsifier) and not isinstance(following, Lossless):
+                raise ValueError(
+                    f"Chain: {stage!r} sends no plain values, so only Lossless may follow it, "
+                    f"not {following!r}"
+                )
+        if isinstance(last, Tiered) and len(self.stages) > 2:
+            raise ValueError("Chain: Tiered may follow one stage at most")
+
+    @classmethod
+    def of(cls, *parts: Compressor) -> "Chain":
+        """A chain of compressors and chains."""
+        stages: list[Compressor] = []
+        for part in parts:
+            stages += part.stages if isinstance(part, Chain) else [part]
+        return cls(tuple(stages))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.stages))
+
+    def __str__(self) -> str:
+        return "|".join(map(str, self.stages))
+
+    @property
+    def summable(self) -> bool:
+        return all(stage.summable for stage in self.stages)
+
+    @property
+    def random(self) -> bool:
+        return any(stage.random for stage in self.stages)
+
+    def encode_flat(self, request: Request) -> Encoded | None:
+        *stages, last = self.stages
+        if not isinstance(last, Lossless):
+            return _through([*stages, last])(request)
+        encoded = _through(stages)(request)
+        if encoded is None:
+            return None
+        return last.zip(encoded, Extent(request.dtype, request.numel))
+
+
+def _through(stages: list[Compressor]) -> Callable[[Request], Encoded | None]:
+    """The encoding of the first stage with its values going through the others."""
+    first, *rest = stages
+    if not rest:
+        return first.encode_flat
+    assert isinstance(first, Sparsifier)
+    return lambda request: first.encode_through(request, _through(rest))

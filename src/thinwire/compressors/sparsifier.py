@@ -1,0 +1,77 @@
+"""What sparsifiers share: positions and values, with the values in a code of their own."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from thinwire.compressors.base import Compressor, Encoded, Request, narrow
+from thinwire.kernels import Key
+from thinwire.wire.code import Code, Extent
+from thinwire.wire.codes import Raw, Seeded, Sparse
+from thinwire.wire.codes.sparse import write_positions
+
+
+class Selection(NamedTuple):
+    """What is to be sent, and how a reader knows where it belongs."""
+
+    positions: Tensor
+    values: Tensor
+    drawn: Key | None = None  # the reader draws the positions itself from this key
+    chance: int = 0  # of each position in units of 2^-32, with `drawn`; 0: exactly so many
+
+
+@lru_cache(maxsize=256)
+def _exact(ratio: float) -> Fraction:
+    return Fraction(repr(ratio))
+
+
+def kept(numel: int, ratio: float) -> int:
+    """k = max(1, ceil(numel * ratio)), never above numel; 0.07 means 7/100, not its float."""
+    exact = _exact(ratio)
+    return min(numel, max(1, -(-numel * exact.numerator // exact.denominator)))
+
+
+def raw_values(request: Request) -> Encoded:
+    """The end of a chain: values in the tensor's own type."""
+    return Encoded(Raw(), (narrow(request.x, request.dtype),))
+
+
+@dataclass(frozen=True)
+class Sparsifier(Compressor):
+    """Sends some elements as they are and the rest not at all; implements `select`."""
+
+    @abstractmethod
+    def select(self, request: Request) -> Selection | None:
+        """Positions (ascending) and values of x + r; None if it is not finite throughout."""
+
+    def encode_flat(self, request: Request) -> Encoded | None:
+        return self.encode_through(request, raw_values)
+
+    def encode_through(
+        self, request: Request, encode_values: Callable[[Request], Encoded | None]
+    ) -> Encoded | None:
+        """Encode with the values going through a further stage."""
+        selection = self.select(request)
+        if selection is None:
+            return None
+        positions, values, drawn, chance = selection
+        count = positions.numel()
+        inner = Request(values, None, request.dtype, request.key.substream())
+        encoded = encode_values(inner) if count else raw_values(inner)
+        if encoded is None:
+            return None
+        code, sections, known = encoded
+        if known is None:
+            known = code.open(sections, Extent(request.dtype, count))
+        outer: Code
+        if drawn is not None:
+            outer = Seeded(count, chance, *drawn, code)
+            return Encoded(outer, sections, (positions, known))
+        settings, written = write_positions(positions, request.numel)
+        outer = Sparse(count, inner=code, **settings)
+        return Encoded(outer, (written, *sections), (positions, known))

@@ -1,0 +1,82 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+from thinwire import kernels
+from thinwire.compressors import check
+from thinwire.compressors.base import Compressor, Encoded, Request
+from thinwire.compressors.cast import Cast
+from thinwire.compressors.quantize import Quantize
+from thinwire.compressors.sparsifier import kept
+from thinwire.wire.code import Extent
+from thinwire.wire.codes import Overlay, Sparse
+from thinwire.wire.codes.sparse import write_positions
+
+
+@dataclass(frozen=True)
+class Tiered(Compressor):
+    """The large few at high precision, the rest at few bits.
+
+    The k = max(1, ceil(d * ratio)) largest go through `large`, the tensor without them through
+    `small`, whose scales are no longer stretched by the outliers. What is sent is the sum of both.
+
+    Args:
+        ratio: share of elements that count as large, in (0, 1].
+        large: compressor of the large ones.
+        small: compressor of the rest.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> c = tw.Tiered(0.25, small=tw.Quantize(2))
+        >>> c.decode(c.encode(torch.tensor([100.0, 1.0, -1.0, 0.0])))
+        tensor([100.,   1.,  -1.,   0.])
+
+    Reference: the idea of outlier-aware quantisation, Park et al., Value-aware Quantization for
+    Training and Inference of Neural Networks, 2018.
+    """
+
+    ratio: float
+    large: Compressor = Cast("fp16")
+    small: Compressor = Quantize(2)
+    name: ClassVar[str] = "tiered"
+
+    def __post_init__(self) -> None:
+        check.fraction("Tiered", "ratio", self.ratio)
+        object.__setattr__(self, "ratio", float(self.ratio))
+        for field, value in (("large", self.large), ("small", self.small)):
+            if not isinstance(value, Compressor) or isinstance(value, Tiered):
+                raise ValueError(
+                    f"Tiered: {field} must be a compressor other than Tiered, got {value!r}"
+                )
+
+    @property
+    def random(self) -> bool:
+        return self.large.random or self.small.random
+
+    def encode_flat(self, request: Request) -> Encoded | None:
+        x, r, dtype, key = request
+        chosen = kernels.on(x.device).top_k(x, r, kept(request.numel, self.ratio))
+        if chosen is None:
+            return None
+        positions, values = chosen
+        at = positions.long()
+        rest = x.clone() if r is None else x + r
+        rest[at] = 0
+        key = key.substream()
+        low = self.small.encode_flat(Request(rest, None, dtype, key))
+        if low is None:
+            return None
+        # Whatever `small` says of the large ones' places, `large` sends the difference.
+        extent = Extent(dtype, request.numel)
+        low_known = low.known or low.code.open(low.sections, extent)
+        values = values - low.code.values(low_known, extent, x.device)[at]
+        high = self.large.encode_flat(Request(values, None, dtype, key.substream()))
+        if high is None:
+            return None
+        settings, written = write_positions(positions, request.numel)
+        few = Extent(dtype, positions.numel())
+        high_known = high.known or high.code.open(high.sections, few)
+        return Encoded(
+            Overlay(low.code, Sparse(positions.numel(), inner=high.code, **settings)),
+            (*low.sections, written, *high.sections),
+            (low_known, (positions, high_known)),
+        )

@@ -1,0 +1,55 @@
+"""Numba kernels for CPU tensors: memory-bound loops, threads by ranges, no hidden copies."""
+
+from thinwire.kernels.cpu.affine import add_affine, encode_affine
+from thinwire.kernels.cpu.checksum import checksum
+from thinwire.kernels.cpu.elias import elias_decode, elias_encode
+from thinwire.kernels.cpu.indices import (
+    bitmap_decode,
+    bitmap_encode,
+    rice_decode,
+    rice_encode,
+    rice_quotients,
+)
+from thinwire.kernels.cpu.pairs import add_pairs, encode_pairs
+from thinwire.kernels.cpu.powers import add_powers, encode_powers
+from thinwire.kernels.cpu.random import bernoulli_positions, random_positions, random_words
+from thinwire.kernels.cpu.sparse import (
+    above,
+    all_finite,
+    scatter_add,
+    scatter_add_many,
+    take,
+    top_k,
+)
+from thinwire.kernels.cpu.statistics import extent, moments
+from thinwire.kernels.cpu.uniform import add_uniform, encode_uniform
+
+__all__ = [
+    "above",
+    "add_affine",
+    "add_pairs",
+    "add_powers",
+    "add_uniform",
+    "all_finite",
+    "bernoulli_positions",
+    "bitmap_decode",
+    "bitmap_encode",
+    "checksum",
+    "elias_decode",
+    "elias_encode",
+    "encode_affine",
+    "encode_pairs",
+    "encode_powers",
+    "encode_uniform",
+    "extent",
+    "moments",
+    "random_positions",
+    "random_words",
+    "rice_decode",
+    "rice_encode",
+    "rice_quotients",
+    "scatter_add",
+    "scatter_add_many",
+    "take",
+    "top_k",
+]

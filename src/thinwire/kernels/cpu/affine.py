@@ -1,0 +1,151 @@
+"""Affine quantisation: value = level * scale + low, both of a block or of the whole tensor.
+
+All arithmetic is float64 on halved numbers, so that max - min cannot overflow and a small range far
+from zero keeps its digits.
+"""
+
+import numpy as np
+import torch
+
+from thinwire.kernels.cpu import threads
+from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, jit, load, start
+from thinwire.kernels.cpu.levels import bytes_before, pack, packed_bytes, unpack
+from thinwire.kernels.cpu.random import fill, key_words
+from thinwire.kernels.cpu.sparse import arrays, part
+from thinwire.kernels.cpu.uniform import SPAN, TINY
+from thinwire.kernels.key import Key
+
+
+@jit
+def _extent(buffer, lo, hi):
+    low = high = buffer[lo]
+    odd = np.uint32(0)
+    for i in range(lo, hi):
+        p = buffer[i]
+        low = p if p < low else low
+        high = p if p > high else high
+        odd |= np.uint32(not (abs(p) < np.inf))
+    return low, high, odd != 0
+
+
+@jit
+def _encode(x, r, first, lows, scales, packed, block, width, given, tiny, key):
+    top = np.float64((1 << width) - 1)
+    span = block * max(1, SPAN // block)
+    buffer = np.empty(min(span, x.size), x.dtype)
+    levels = np.empty(span, np.uint8)
+    words = np.empty(0 if key is None else span + 1024, np.uint32)
+    odd = False
+    for lo in range(0, x.size, span):
+        count = min(span, x.size - lo)
+        load(x, r, lo, count, buffer)
+        at = 0
+        if key is not None:
+            at = fill(first + lo, count, key, words)
+        for b in range(0, count, block):
+            e = min(b + block, count)
+            j = 0 if given else (lo + b) // block
+            if not given:
+                low, high, bad = _extent(buffer, b, e)
+                odd |= bad
+                half = 0.5 * np.float64(high) - 0.5 * np.float64(low)
+                lows[j] = low
+                scales[j] = 2 * (half / top) if half >= tiny else 0
+            base = 0.5 * np.float64(lows[j])
+            unit = 0.5 * np.float64(scales[j])
+            inverse = 1 / unit if unit > 0 else 0.0
+            for i in range(b, e):
+                v = min(max((0.5 * np.float64(buffer[i]) - base) * inverse, 0.0), top)
+                if key is None:
+                    levels[i] = np.uint8(np.int32(np.rint(v)))
+                else:
+                    down = np.floor(v)
+                    u = np.float64(words[at + i] >> np.uint32(8)) * 2.0**-24
+                    levels[i] = np.uint8(np.int32(down) + np.int32(u < v - down))
+        pack(levels, count, width, packed, bytes_before(lo, width))
+    return odd
+
+
+def encode_affine(
+    x: torch.Tensor,
+    r: torch.Tensor | None,
+    *,
+    width: int,
+    block: int | None,
+    extent: tuple[float, float] | None = None,
+    key: Key | None = None,
+):
+    """(lows, scales, packed levels), or None if not all finite.
+
+    With block None the (min, max) of the whole tensor come as `extent`.
+    """
+    xs, rs = arrays(x, r)
+    n, tiny = xs.size, TINY[xs.dtype]
+    each = SPAN if block is None else block
+    given = extent is not None
+    lows = np.empty(1 if given else -(-n // each), xs.dtype)
+    scales = np.empty_like(lows)
+    if extent is not None:
+        half = 0.5 * extent[1] - 0.5 * extent[0]
+        lows[0] = extent[0]
+        scales[0] = 2 * (half / ((1 << width) - 1)) if half >= tiny else 0
+    packed = np.empty(packed_bytes(n, width), np.uint8)
+    words = None if key is None else key_words(key)
+
+    def work(lo, hi):
+        skip = 0 if given else lo // each
+        out = packed[packed_bytes(lo, width) :]
+        return _encode(
+            xs[lo:hi], part(rs, lo, hi), lo, lows[skip:], scales[skip:], out, each, width, given,
+            tiny, words,
+        )  # fmt: skip
+
+    if any(threads.run(work, threads.ranges(n, each))):
+        return None
+    return torch.from_numpy(lows), torch.from_numpy(scales), torch.from_numpy(packed)
+
+
+@jit
+def _add(out, mode, x, packed, lows, scales, block, width, weight):
+    one = scales.size == 1
+    span = block * max(1, SPAN // block)
+    levels = np.empty(span, np.uint8)
+    real = scales.dtype.type
+    for lo in range(0, out.size, span):
+        count = min(span, out.size - lo)
+        start(out, lo, count, mode, x)
+        unpack(packed, bytes_before(lo, width), count, width, levels)
+        for b in range(0, count, block):
+            j = 0 if one else (lo + b) // block
+            base = 0.5 * np.float64(lows[j])
+            unit = 0.5 * np.float64(scales[j])
+            for i in range(b, min(b + block, count)):
+                v = real(2 * (np.float64(levels[i]) * unit + base))
+                out[lo + i] += weight * v
+
+
+def add_affine(
+    out: torch.Tensor,
+    packed: torch.Tensor,
+    lows: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    width: int,
+    block: int | None,
+    weight: float,
+    fresh: bool = False,
+    plus: torch.Tensor | None = None,
+) -> None:
+    """out += weight * value, after zeroing out (`fresh`) or adding another tensor (`plus`)."""
+    o, levels, low, scale = out.numpy(), packed.numpy(), lows.numpy(), scales.numpy()
+    other = o if plus is None else plus.numpy()
+    mode = ZERO if fresh else KEEP if plus is None else ADD
+    each = SPAN if block is None else block
+    w = o.dtype.type(weight)
+
+    def work(lo, hi):
+        cut = slice(None) if scale.size == 1 else slice(lo // each, -(-hi // each))
+        own = levels[packed_bytes(lo, width) :]
+        _add(o[lo:hi], mode, other[lo:hi], own, low[cut], scale[cut], each, width, w)
+
+    threads.run(work, threads.ranges(o.size, each))

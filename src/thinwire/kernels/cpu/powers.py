@@ -1,0 +1,86 @@
+"""Rounding to powers of two: sign and a 7-bit exponent below the tensor's largest, a byte each.
+
+Code 0 is zero, code c in 1..127 the magnitude 2^(top + c - 127). Between two powers the upper one is
+taken with the probability that makes the mean exact.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from thinwire.kernels.cpu import threads
+from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, jit, load, start
+from thinwire.kernels.cpu.random import fill, key_words
+from thinwire.kernels.cpu.sparse import arrays, part
+from thinwire.kernels.key import Key
+
+SPAN = 4096
+MANTISSA = np.int64((1 << 52) - 1)
+
+
+@jit
+def _encode(x, r, first, out, top, ceiling, key):
+    buffer = np.empty(min(SPAN, x.size), x.dtype)
+    words = np.empty(SPAN + 1024, np.uint32)
+    lift = 2.0 ** (126 - top) * 4294967296.0
+    for lo in range(0, x.size, SPAN):
+        count = min(SPAN, x.size - lo)
+        load(x, r, lo, count, buffer)
+        at = fill(first + lo, count, key, words)
+        for i in range(count):
+            p = np.float64(buffer[i])
+            bits = p.view(np.int64)
+            fraction = bits & MANTISSA
+            code = ((bits >> np.int64(52)) & np.int64(0x7FF)) - np.int64(1023) - top + np.int64(127)
+            word = np.int64(words[at + i])
+            up = word < (fraction >> np.int64(20))
+            if code < 1:
+                # Below the smallest power: that power, or zero.
+                code = np.int64(word < np.int64(abs(p) * lift))
+            elif up and code < ceiling:
+                code += 1
+            out[lo + i] = np.uint8(code | (np.int64(p < 0) << np.int64(7)))
+
+
+def encode_powers(x: torch.Tensor, r: torch.Tensor | None, *, top: int, key: Key):
+    """The codes; all finite and 0 < max |x + r| < 2^top by what the caller found out."""
+    xs, rs = arrays(x, r)
+    out = np.empty(xs.size, np.uint8)
+    words = key_words(key)
+    ceiling = np.int64(127 if top <= math.frexp(np.finfo(xs.dtype).max)[1] - 1 else 126)
+
+    def work(lo, hi):
+        _encode(xs[lo:hi], part(rs, lo, hi), lo, out[lo:hi], np.int64(top), ceiling, words)
+
+    threads.run(work, threads.ranges(xs.size, SPAN))
+    return torch.from_numpy(out)
+
+
+@jit
+def _add(out, mode, x, codes, table, weight):
+    for lo in range(0, out.size, SPAN):
+        count = min(SPAN, out.size - lo)
+        start(out, lo, count, mode, x)
+        for i in range(lo, lo + count):
+            out[i] += weight * table[codes[i]]
+
+
+def add_powers(
+    out: torch.Tensor,
+    codes: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    weight: float,
+    fresh: bool = False,
+    plus: torch.Tensor | None = None,
+) -> None:
+    """out += weight * table[code], after zeroing out (`fresh`) or adding a tensor (`plus`)."""
+    o, c, values = out.numpy(), codes.numpy(), table.numpy()
+    other = o if plus is None else plus.numpy()
+    mode = ZERO if fresh else KEEP if plus is None else ADD
+    w = o.dtype.type(weight)
+    threads.run(
+        lambda lo, hi: _add(o[lo:hi], mode, other[lo:hi], c[lo:hi], values, w),
+        threads.ranges(o.size, SPAN),
+    )

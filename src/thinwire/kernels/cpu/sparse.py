@@ -1,0 +1,238 @@
+"""Choosing positions and moving values to and from them.
+
+Top-K, exact, without sorting: a sample brackets the k-th magnitude from below, one pass over the
+tensor collects all candidates above the bracket (and sees every NaN and infinity, which are larger
+than any bracket), and a radix selection among the candidates is exact. When the sample misleads
+(too few candidates, or more than the buffer holds: constant tensors, mostly zero ones), the same
+radix selection runs over the whole tensor.
+"""
+
+import numpy as np
+import torch
+from numba.cpython.unsafe.numbers import trailing_zeros
+
+from thinwire.kernels.cpu import threads
+from thinwire.kernels.cpu.jit import INFINITY_BITS, INTEGER, jit, magnitude
+from thinwire.kernels.cpu.radix import exact_top_k
+
+u32, u64 = np.uint32, np.uint64
+SAMPLE = 1 << 16
+REGION = 1 << 20  # elements; 4 MB of float32 stay in the last-level cache
+
+
+def index_dtype(n: int):
+    """The smallest integer type that numbers n elements."""
+    return np.dtype(np.int32) if n < 1 << 31 else np.dtype(np.int64)
+
+
+def arrays(x: torch.Tensor, r: torch.Tensor | None):
+    """The tensors as NumPy arrays over the same memory."""
+    return x.numpy(), None if r is None else r.numpy()
+
+
+def part(array, lo: int, hi: int):
+    """array[lo:hi], or None for no array."""
+    return None if array is None else array[lo:hi]
+
+
+@jit
+def _sample(x, r, out):
+    stride = x.size // out.size
+    for j in range(out.size):
+        # A hashed offset within each stride, so that no period of the data can hide from it.
+        h = u64(j + 1) * u64(0x9E3779B97F4A7C15)
+        i = j * stride + np.int64((h >> u64(33)) % u64(stride))
+        p = x[i] if r is None else x[i] + r[i]
+        out[j] = magnitude(p)
+
+
+@jit
+def _collect(x, r, bound, first, positions, values):
+    """Positions and values of all |x + r| with bits >= bound; -1 as count when they do not fit."""
+    found = 0
+    top = bound
+    for lo in range(0, x.size, 64):
+        count = min(64, x.size - lo)
+        hits = u64(0)
+        if count == 64:
+            low, high = u32(0), u32(0)
+            for i in range(32):
+                p = x[lo + i] if r is None else x[lo + i] + r[lo + i]
+                low |= u32(magnitude(p) >= bound) << u32(i)
+            for i in range(32):
+                j = lo + 32 + i
+                p = x[j] if r is None else x[j] + r[j]
+                high |= u32(magnitude(p) >= bound) << u32(i)
+            hits = u64(low) | (u64(high) << u64(32))
+        else:
+            for i in range(count):
+                p = x[lo + i] if r is None else x[lo + i] + r[lo + i]
+                hits |= u64(magnitude(p) >= bound) << u64(i)
+        if found + 64 > positions.size and hits:
+            return -1, top
+        while hits:
+            i = lo + np.int64(trailing_zeros(hits))
+            hits &= hits - u64(1)
+            p = x[i] if r is None else x[i] + r[i]
+            top = max(top, magnitude(p))
+            positions[found] = first + i
+            values[found] = p
+            found += 1
+    return found, top
+
+
+def _bracket(x, r, k: int):
+    """A bound that about 1.2 k elements reach, and the share of elements expected there."""
+    size = min(SAMPLE, max(1024, x.size // 64))
+    sample = np.empty(size, INTEGER[x.dtype])
+    _sample(x, r, sample)
+    expected = size * k / x.size
+    # Four standard deviations of the sample's count below the k-th magnitude.
+    rank = int(expected + 4 * expected**0.5 + 8)
+    if rank >= size:
+        return None
+    return np.partition(sample, size - rank)[size - rank], rank / size
+
+
+def _candidates(x, r, k: int):
+    """(positions, values, top magnitude) of a superset of the top k, or None if misled."""
+    bracket = _bracket(x, r, k) if x.size >= 4096 else None
+    if bracket is None:
+        return None
+    bound, share = bracket
+
+    def work(lo, hi):
+        room = int((hi - lo) * share * 1.5) + 1024
+        positions = np.empty(room, index_dtype(x.size))
+        values = np.empty(room, x.dtype)
+        found, top = _collect(x[lo:hi], part(r, lo, hi), bound, lo, positions, values)
+        return found, top, positions[:found], values[:found]
+
+    results = threads.run(work, threads.ranges(x.size, 64))
+    if any(found < 0 for found, *_ in results) or sum(found for found, *_ in results) < k:
+        return None
+    top = max(top for _, top, *_ in results)
+    if len(results) == 1:
+        return results[0][2], results[0][3], top
+    _, _, positions, values = zip(*results, strict=True)
+    return np.concatenate(positions), np.concatenate(values), top
+
+
+def top_k(x: torch.Tensor, r: torch.Tensor | None, k: int):
+    """(positions, values) of the k largest |x + r|, ascending positions, ties to the lower one."""
+    xs, rs = arrays(x, r)
+    candidates = _candidates(xs, rs, k)
+    if candidates is None:
+        chosen = exact_top_k(xs, rs, k)
+        if chosen is None:
+            return None
+        positions = chosen.astype(index_dtype(xs.size), copy=False)
+        return torch.from_numpy(positions), take(x, r, torch.from_numpy(positions))
+    positions, values, top = candidates
+    if top >= INFINITY_BITS[xs.dtype]:
+        return None
+    if positions.size > k:
+        chosen = exact_top_k(values, None, k)
+        positions, values = positions[chosen], values[chosen]
+    return torch.from_numpy(positions), torch.from_numpy(values)
+
+
+@jit
+def _count(x, r, bound):
+    found = 0
+    top = bound - bound
+    for i in range(x.size):
+        m = magnitude(x[i] if r is None else x[i] + r[i])
+        found += m >= bound
+        top = max(top, m)
+    return found, top
+
+
+def above(x: torch.Tensor, r: torch.Tensor | None, value: float):
+    """(positions, values) of all |x + r| >= value, ascending positions."""
+    xs, rs = arrays(x, r)
+    bound = np.abs(np.array(value, xs.dtype)).view(INTEGER[xs.dtype])[()]
+    parts = threads.ranges(xs.size, 64)
+    counts = threads.run(lambda lo, hi: _count(xs[lo:hi], part(rs, lo, hi), bound), parts)
+    if max(top for _, top in counts) >= INFINITY_BITS[xs.dtype]:
+        return None
+
+    def work(lo, hi):
+        room = counts[[p[0] for p in parts].index(lo)][0] + 64
+        positions = np.empty(room, index_dtype(xs.size))
+        values = np.empty(room, xs.dtype)
+        found, _ = _collect(xs[lo:hi], part(rs, lo, hi), bound, lo, positions, values)
+        return positions[:found], values[:found]
+
+    positions, values = zip(*threads.run(work, parts), strict=True)
+    return torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(values))
+
+
+@jit
+def _finite(x, r):
+    odd = u32(0)
+    for i in range(x.size):
+        p = x[i] if r is None else x[i] + r[i]
+        odd |= u32(not (abs(p) < np.inf))
+    return odd == 0
+
+
+def all_finite(x: torch.Tensor, r: torch.Tensor | None) -> bool:
+    """Whether every x + r is finite."""
+    xs, rs = arrays(x, r)
+    return all(
+        threads.run(lambda lo, hi: _finite(xs[lo:hi], part(rs, lo, hi)), threads.ranges(xs.size))
+    )
+
+
+@jit
+def _take(x, r, positions, out):
+    for i in range(positions.size):
+        j = positions[i]
+        out[i] = x[j] if r is None else x[j] + r[j]
+
+
+def take(x: torch.Tensor, r: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+    """(x + r)[positions]."""
+    (xs, rs), at = arrays(x, r), positions.numpy()
+    out = np.empty(at.size, xs.dtype)
+    threads.run(
+        lambda lo, hi: _take(xs, rs, at[lo:hi], out[lo:hi]), threads.ranges(at.size, least=1 << 14)
+    )
+    return torch.from_numpy(out)
+
+
+@jit
+def _scatter_add(out, positions, values, weight):
+    for i in range(positions.size):
+        out[positions[i]] += weight * values[i]
+
+
+def scatter_add(out, positions, values, weight: float) -> None:
+    """out[positions] += weight * values; positions ascending and distinct."""
+    o, at, v = out.numpy(), positions.numpy(), values.numpy()
+    w = o.dtype.type(weight)
+    threads.run(
+        lambda lo, hi: _scatter_add(o, at[lo:hi], v[lo:hi], w),
+        threads.ranges(at.size, least=1 << 14),
+    )
+
+
+def scatter_add_many(out, items, weight: float) -> None:
+    """`scatter_add` of several (positions, values), in their order, to the same bits.
+
+    Region by region, so that a cache line of `out` is fetched once and not once an item: eight items
+    of 1 % density take 1.5x the time of ``r += g`` instead of 2.6x.
+    """
+    o = out.numpy()
+    w = o.dtype.type(weight)
+    edges = np.arange(0, o.size + REGION, REGION)
+    cut = [(at.numpy(), v.numpy(), np.searchsorted(at.numpy(), edges).tolist()) for at, v in items]
+
+    def work(lo, hi):
+        for region in range(lo, hi):
+            for at, v, ends in cut:
+                a, b = ends[region], ends[region + 1]
+                _scatter_add(o, at[a:b], v[a:b], w)
+
+    threads.run(work, threads.ranges(len(edges) - 1, least=1))

@@ -1,0 +1,71 @@
+"""Passes over x + r for the scale of a whole tensor.
+
+Partial results are kept for runs of fixed length and combined in order, so that the thread count
+never shows.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from thinwire.kernels.cpu import threads
+from thinwire.kernels.cpu.jit import jit, load, sum_jit
+from thinwire.kernels.cpu.sparse import arrays, part
+
+RUN = 1 << 13
+
+
+@jit
+def _extent(x, r):
+    low = high = x[0] if r is None else x[0] + r[0]
+    odd = np.uint32(0)
+    for i in range(x.size):
+        p = x[i] if r is None else x[i] + r[i]
+        low = p if p < low else low
+        high = p if p > high else high
+        odd |= np.uint32(not (abs(p) < np.inf))
+    return low, high, odd != 0
+
+
+def extent(x: torch.Tensor, r: torch.Tensor | None):
+    """(min, max) of x + r, or None if not all are finite."""
+    xs, rs = arrays(x, r)
+    found = threads.run(
+        lambda lo, hi: _extent(xs[lo:hi], part(rs, lo, hi)), threads.ranges(xs.size)
+    )
+    if any(odd for *_, odd in found):
+        return None
+    return min(float(low) for low, *_ in found), max(float(high) for _, high, _ in found)
+
+
+@sum_jit
+def _sums(buffer, count, unit):
+    total, squares = 0.0, 0.0
+    for i in range(count):
+        v = np.float64(buffer[i]) * unit
+        total += v
+        squares += v * v
+    return total, squares
+
+
+@jit
+def _moments(x, r, unit, out):
+    buffer = np.empty(RUN, x.dtype)
+    for j in range(out.shape[0]):
+        lo = j * RUN
+        count = min(RUN, x.size - lo)
+        load(x, r, lo, count, buffer)
+        out[j, 0], out[j, 1] = _sums(buffer, count, unit)
+
+
+def moments(x: torch.Tensor, r: torch.Tensor | None, unit: float):
+    """The means of v and of v^2 with v = (x + r) * unit; `unit` keeps them from overflowing."""
+    xs, rs = arrays(x, r)
+    out = np.empty((-(-xs.size // RUN), 2))
+
+    def work(lo, hi):
+        _moments(xs[lo:hi], part(rs, lo, hi), unit, out[lo // RUN : -(-hi // RUN)])
+
+    threads.run(work, threads.ranges(xs.size, RUN))
+    return math.fsum(out[:, 0]) / xs.size, math.fsum(out[:, 1]) / xs.size

@@ -1,0 +1,36 @@
+"""The key of all randomness: a value, never a generator with state.
+
+Two calls with the same key give the same numbers on every device and for every thread count, and
+nothing ever reads or advances torch's global generator.
+"""
+
+from typing import NamedTuple
+
+_LIMITS = {"seed": 1 << 64, "step": 1 << 32, "tensor": 1 << 32, "stream": 1 << 8}
+
+
+class Key(NamedTuple):
+    """Names one draw of random numbers.
+
+    Args:
+        seed: chosen once for a run; the same on all ranks where they must agree.
+        step: the training step, so that each step draws anew.
+        tensor: a number for the tensor, so that tensors of one step differ.
+        stream: which consumer within one encode; chains set it, users leave it alone.
+    """
+
+    seed: int = 0
+    step: int = 0
+    tensor: int = 0
+    stream: int = 0
+
+    def checked(self) -> "Key":
+        """Return self, or raise ValueError naming the field that is out of range."""
+        for name, value in self._asdict().items():
+            if not 0 <= value < _LIMITS[name]:
+                raise ValueError(f"Key: {name} must be in [0, {_LIMITS[name]}), got {value}")
+        return self
+
+    def substream(self) -> "Key":
+        """The key for the next consumer of the same encode (see `stream`)."""
+        return self._replace(stream=self.stream + 1)

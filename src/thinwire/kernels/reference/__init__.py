@@ -1,0 +1,56 @@
+"""The same kernels in plain PyTorch, for any device: short, eager, and the meaning of the others."""
+
+from thinwire.kernels.reference.affine import add_affine, encode_affine
+from thinwire.kernels.reference.bits import (
+    bitmap_decode,
+    bitmap_encode,
+    checksum,
+    elias_decode,
+    elias_encode,
+    rice_decode,
+    rice_encode,
+    rice_quotients,
+)
+from thinwire.kernels.reference.pairs import add_pairs, encode_pairs
+from thinwire.kernels.reference.powers import add_powers, encode_powers
+from thinwire.kernels.reference.random import bernoulli_positions, random_positions, random_words
+from thinwire.kernels.reference.sparse import (
+    above,
+    all_finite,
+    scatter_add,
+    scatter_add_many,
+    take,
+    top_k,
+)
+from thinwire.kernels.reference.statistics import extent, moments
+from thinwire.kernels.reference.uniform import add_uniform, encode_uniform
+
+__all__ = [
+    "above",
+    "add_affine",
+    "add_pairs",
+    "add_powers",
+    "add_uniform",
+    "all_finite",
+    "bernoulli_positions",
+    "bitmap_decode",
+    "bitmap_encode",
+    "checksum",
+    "elias_decode",
+    "elias_encode",
+    "encode_affine",
+    "encode_pairs",
+    "encode_powers",
+    "encode_uniform",
+    "extent",
+    "moments",
+    "random_positions",
+    "random_words",
+    "rice_decode",
+    "rice_encode",
+    "rice_quotients",
+    "scatter_add",
+    "scatter_add_many",
+    "take",
+    "top_k",
+]

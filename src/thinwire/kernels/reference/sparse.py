@@ -1,0 +1,59 @@
+"""Choosing positions and moving values to and from them, in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.reference.sum import total
+
+Chosen = tuple[Tensor, Tensor]
+
+
+def index_dtype(n: int) -> torch.dtype:
+    """The smallest integer type that numbers n elements."""
+    return torch.int32 if n < 1 << 31 else torch.int64
+
+
+def all_finite(x: Tensor, r: Tensor | None) -> bool:
+    """Whether every x + r is finite."""
+    return bool(torch.isfinite(total(x, r)).all())
+
+
+def top_k(x: Tensor, r: Tensor | None, k: int) -> Chosen | None:
+    """(positions, values) of the k largest |x + r|, ascending positions, ties to the lower one."""
+    p = total(x, r)
+    size = p.abs()
+    if not bool(torch.isfinite(size).all()):
+        return None
+    bound = torch.topk(size, k, sorted=False).values.min()
+    keep = size > bound
+    ties = torch.nonzero(size == bound).squeeze(1)[: k - int(keep.sum())]
+    keep[ties] = True
+    positions = torch.nonzero(keep).squeeze(1)
+    return positions.to(index_dtype(p.numel())), p[positions]
+
+
+def above(x: Tensor, r: Tensor | None, value: float) -> Chosen | None:
+    """(positions, values) of all |x + r| >= value, ascending positions."""
+    p = total(x, r)
+    if not bool(torch.isfinite(p).all()):
+        return None
+    positions = torch.nonzero(p.abs() >= value).squeeze(1)
+    return positions.to(index_dtype(p.numel())), p[positions]
+
+
+def take(x: Tensor, r: Tensor | None, positions: Tensor) -> Tensor:
+    """(x + r)[positions]."""
+    at = positions.long()
+    return x[at] if r is None else x[at] + r[at]
+
+
+def scatter_add(out: Tensor, positions: Tensor, values: Tensor, weight: float) -> None:
+    """out[positions] += weight * values; positions ascending and distinct."""
+    at = positions.long()
+    out[at] += (values * weight).to(out.dtype)
+
+
+def scatter_add_many(out: Tensor, items: list[Chosen], weight: float) -> None:
+    """`scatter_add` of several (positions, values), in their order."""
+    for positions, values in items:
+        scatter_add(out, positions, values, weight)

@@ -1,0 +1,76 @@
+"""Uniform quantisation around zero, in plain PyTorch: value = (level - limit) * scale."""
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.key import Key
+from thinwire.kernels.reference.levels import pack, unpack
+from thinwire.kernels.reference.random import random_words
+from thinwire.kernels.reference.sum import add, blocks, total
+
+TINY = {torch.float32: 2.0**-118, torch.float64: 2.0**-800}
+
+
+def _scales(rows: Tensor, limit: int, rule: str) -> tuple[Tensor, Tensor]:
+    """The scale of each row and what to multiply by to get levels (zero for tiny rows)."""
+    peak = rows.abs().amax(1)
+    if rule == "l2":
+        wide = peak.double()
+        norm = wide * (rows.double() / wide.clamp_min(1e-300).unsqueeze(1)).square().sum(1).sqrt()
+        norm = norm.clamp_max(torch.finfo(rows.dtype).max)
+        scale, inverse = (norm / limit).to(rows.dtype), (limit / norm).to(rows.dtype)
+    else:
+        scale, inverse = peak / limit, limit / peak
+    tiny = peak < TINY[rows.dtype]
+    return scale.masked_fill(tiny, 0), inverse.masked_fill(tiny, 0)
+
+
+def encode_uniform(
+    x: Tensor,
+    r: Tensor | None,
+    *,
+    limit: int,
+    width: int,
+    block: int | None,
+    rule: str,
+    scale: float = 0.0,
+    key: Key | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """(scales, packed levels), or None if not all finite."""
+    p = total(x, r)
+    if rule == "given":
+        scales = torch.full((1,), scale, dtype=p.dtype, device=p.device)
+        rows = p.unsqueeze(0)
+        inverse = torch.where(scales > 0, 1 / scales, 0)
+    else:
+        if not bool(torch.isfinite(p).all()):
+            return None
+        rows = blocks(p, block or p.numel())
+        scales, inverse = _scales(rows, limit, rule)
+    v = (rows * inverse.unsqueeze(1)).flatten()[: p.numel()].clamp_(-limit, limit)
+    if key is None:
+        level = v.round_()
+    else:
+        down = v.floor()
+        u = (random_words(p.numel(), key, p.device) >> 8).to(p.dtype) * 2.0**-24
+        level = down + (u < v - down)
+    return scales, pack((level + limit).to(torch.uint8), width)
+
+
+def add_uniform(
+    out: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    *,
+    limit: int,
+    width: int,
+    block: int | None,
+    weight: float,
+    fresh: bool = False,
+    plus: Tensor | None = None,
+) -> None:
+    """out += weight * value, after zeroing out (`fresh`) or adding another tensor (`plus`)."""
+    n = out.numel()
+    levels = unpack(packed, width, n).to(scales.dtype) - limit
+    rows = blocks(levels, block or n)
+    add(out, (rows * scales.unsqueeze(1)).flatten()[:n], weight, fresh, plus)

@@ -1,0 +1,79 @@
+"""Values as they are, in the tensor's own type (`Raw`) or a narrower one (`Narrow`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import FrameError
+from thinwire.wire.code import KEEP, Code, Extent, Section, Start
+
+NARROW = {1: torch.float16, 2: torch.bfloat16}
+
+
+def begin(out: Tensor, start: Start) -> None:
+    """Do what `start` says, for codes whose add is not one pass over the whole tensor."""
+    if start.fresh:
+        out.zero_()
+    elif start.plus is not None:
+        out.add_(start.plus)
+
+
+def plain_add(values: Tensor, out: Tensor, weight: float, start: Start) -> None:
+    """out += weight * values with one rounding for the product and one for the sum."""
+    if start.fresh and weight == 1:
+        out.copy_(values)
+        return
+    begin(out, start)
+    if weight == 1:
+        out.add_(values)
+    elif out.is_floating_point():
+        out.add_(values.to(out.dtype).mul(weight))
+    else:
+        out.add_(values, alpha=int(weight))
+
+
+@dataclass(frozen=True)
+class Raw(Code):
+    """One section: the elements."""
+
+    id: ClassVar[int] = 1
+
+    def check(self, extent: Extent) -> None:
+        pass
+
+    def sections(self, extent: Extent) -> list[Section]:
+        return [Section(extent.dtype, extent.numel)]
+
+    def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
+        if extent.dtype == torch.bool and extent.numel:
+            if int(sections[0].view(torch.uint8).max()) > 1:
+                raise FrameError("a truth value is neither 0 nor 1")
+        return tuple(sections)
+
+    def add(
+        self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
+    ) -> None:
+        plain_add(opened[0], out, weight, start)
+
+
+@dataclass(frozen=True)
+class Narrow(Code):
+    """One section: the elements as float16 (kind 1) or bfloat16 (kind 2)."""
+
+    kind: int
+    id: ClassVar[int] = 2
+
+    def check(self, extent: Extent) -> None:
+        if self.kind not in NARROW:
+            raise FrameError(f"unknown narrow type {self.kind}")
+
+    def sections(self, extent: Extent) -> list[Section]:
+        return [Section(NARROW[self.kind], extent.numel)]
+
+    def add(
+        self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
+    ) -> None:
+        plain_add(opened[0], out, weight, start)

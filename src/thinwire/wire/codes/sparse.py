@@ -1,0 +1,136 @@
+"""Some positions of a tensor and their values; everything else is zero."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.errors import FrameError
+from thinwire.wire.code import KEEP, Code, Extent, Section, Start
+from thinwire.wire.codes.raw import begin
+
+PLAIN, BITMAP, RICE = 0, 1, 2
+
+
+def plain_dtype(numel: int) -> torch.dtype:
+    """The type of plainly written positions."""
+    return torch.int32 if numel < 1 << 31 else torch.int64
+
+
+def scatter(positions: Tensor, values: Tensor, out: Tensor, weight: float, start: Start) -> None:
+    """Add sparse values to out after `start`."""
+    begin(out, start)
+    kernels.on(out.device).scatter_add(out, positions, values, weight)
+
+
+@dataclass(frozen=True)
+class Sparse(Code):
+    """Sections: the positions in one of three forms, then the sections of the values.
+
+    Form 0: each position as a 32-bit (64-bit from 2^31 elements on) integer. Form 1: a bitmap in
+    64-bit words. Form 2: Golomb-Rice coded gaps, `unary_words` words of quotients and then the
+    remainders of `parameter` bits.
+    """
+
+    count: int
+    form: int
+    parameter: int
+    unary_words: int
+    inner: Code
+    id: ClassVar[int] = 4
+
+    def check(self, extent: Extent) -> None:
+        if self.count > extent.numel:
+            raise FrameError(f"{self.count} positions in a tensor of {extent.numel} elements")
+        if self.form not in (PLAIN, BITMAP, RICE):
+            raise FrameError(f"unknown form {self.form} of positions")
+        if self.parameter > 48 or (self.form != RICE and (self.parameter or self.unary_words)):
+            raise FrameError(f"Rice parameter {self.parameter} makes no sense here")
+        self.inner.check(self._inner_extent(extent))
+
+    def _inner_extent(self, extent: Extent) -> Extent:
+        return Extent(extent.dtype, self.count)
+
+    def sections(self, extent: Extent) -> list[Section]:
+        if self.form == PLAIN:
+            own = Section(plain_dtype(extent.numel), self.count)
+        elif self.form == BITMAP:
+            own = Section(torch.int64, -(-extent.numel // 64))
+        else:
+            own = Section(torch.int64, self.unary_words + -(-self.count * self.parameter // 64))
+        return [own, *self.inner.sections(self._inner_extent(extent))]
+
+    def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
+        positions = self._positions(sections[0], extent.numel)
+        return positions, self.inner.open(sections[1:], self._inner_extent(extent))
+
+    def _positions(self, section: Tensor, numel: int) -> Tensor:
+        kernel = kernels.on(section.device)
+        if self.form == PLAIN:
+            positions = section
+            ascending = self.count < 2 or bool((positions[1:] > positions[:-1]).all())
+            if self.count and (
+                not ascending or int(positions[0]) < 0 or int(positions[-1]) >= numel
+            ):
+                raise FrameError("positions are not ascending or lie outside the tensor")
+            return positions
+        if self.form == BITMAP:
+            found = kernel.bitmap_decode(section, self.count, numel)
+        else:
+            found = kernel.rice_decode(section, self.count, self.parameter, self.unary_words, numel)
+        if found is None:
+            raise FrameError(f"positions: not exactly {self.count} that lie inside the tensor")
+        positions = found
+        return positions
+
+    def picked(self, opened: Any, extent: Extent) -> tuple[Tensor, Tensor]:
+        """(positions, values)."""
+        positions, inner = opened
+        own = self._inner_extent(extent)
+        return positions, self.inner.values(inner, own, positions.device)
+
+    def add(
+        self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
+    ) -> None:
+        scatter(*self.picked(opened, extent), out, weight, start)
+
+
+def write_positions(positions: Tensor, numel: int) -> tuple[dict[str, int], Tensor]:
+    """Positions in their smallest form: the parameters of `Sparse`, and the section."""
+    count = positions.numel()
+    plain = Section(plain_dtype(numel), count).num_bytes
+    bitmap = 8 * -(-numel // 64)
+    parameter, rice = _best_rice(positions, numel)
+    unary_words = rice - -(-count * parameter // 64)
+    kernel = kernels.on(positions.device)
+    if plain <= min(bitmap, 8 * rice):
+        settings = {"form": PLAIN, "parameter": 0, "unary_words": 0}
+        return settings, positions.to(plain_dtype(numel))
+    if bitmap <= 8 * rice:
+        settings = {"form": BITMAP, "parameter": 0, "unary_words": 0}
+        return settings, kernel.bitmap_encode(positions, numel)
+    settings = {"form": RICE, "parameter": parameter, "unary_words": unary_words}
+    return settings, kernel.rice_encode(positions, parameter, unary_words)
+
+
+def _best_rice(positions: Tensor, numel: int) -> tuple[int, int]:
+    """The Rice parameter with the fewest 64-bit words, and their number."""
+    count = positions.numel()
+    kernel = kernels.on(positions.device)
+
+    def words(parameter: int) -> int:
+        unary = kernel.rice_quotients(positions, parameter) + count
+        return int(-(-unary // 64)) + -(-count * parameter // 64)
+
+    if count == 0:
+        return 0, 0
+    # ln 2 times the mean gap is the best divisor for geometric gaps; then walk downhill.
+    best = max(0, int(0.69 * numel / count).bit_length() - 1)
+    size = words(best)
+    for step in (-1, 1):
+        while best + step >= 0 and (other := words(best + step)) < size:
+            best, size = best + step, other
+    return best, size

@@ -1,0 +1,179 @@
+"""Imports point one way, and `import thinwire` stays light.
+
+Source files are parsed, not imported: imports inside functions and under TYPE_CHECKING count too.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+FACE = "thinwire"  # thinwire/__init__.py: may import anything; of the rooms only cli may import it
+ROOMS = (
+    *("kernels", "wire", "compressors", "collectives", "feedback", "methods", "policies"),
+    *("training", "integrations", "plan", "lab", "report", "bench", FACE, "cli", "__main__"),
+)
+LEAVES = frozenset({"errors", "telemetry"})
+MAY_TALK = frozenset(ROOMS[ROOMS.index("collectives") :]) - {FACE}
+MAX_LINES = 400
+
+
+class Module(NamedTuple):
+    name: str
+    source: str
+    is_package: bool = False
+
+    @property
+    def room(self) -> str:
+        return room_of(self.name)
+
+
+def room_of(name: str) -> str:
+    """`thinwire.wire.frame` is in room wire; `thinwire` is the face."""
+    return name.split(".")[1] if "." in name else FACE
+
+
+def read(path: Path) -> Module:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    name = ".".join(parts[:-1] if is_package else parts)
+    return Module(name, path.read_text(encoding="utf-8"), is_package)
+
+
+MODULES = [read(path) for path in sorted((SRC / "thinwire").rglob("*.py"))]
+
+
+def imported(module: Module) -> set[str]:
+    """Absolute names of all a module imports, plus `torch.distributed` reached by attribute."""
+    package = module.name.split(".") if module.is_package else module.name.split(".")[:-1]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(module.source)):
+        match node:
+            case ast.Import(names=aliases):
+                names |= {alias.name for alias in aliases}
+            case ast.ImportFrom(module=source, names=aliases, level=level):
+                base = package[: len(package) - level + 1] if level else []
+                prefix = ".".join([*base, source] if source else base)
+                names |= {f"{prefix}.{alias.name}" for alias in aliases}
+            case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
+                names.add("torch.distributed")
+    return names
+
+
+def imports_any(module: Module, *targets: str) -> bool:
+    return any(f"{name}.".startswith(f"{t}.") for name in imported(module) for t in targets)
+
+
+def wrong_way(module: Module) -> list[str]:
+    """The imports of a module that point to its right, as `importer -> imported`."""
+    if module.room == FACE:
+        return []
+    reach = ROOMS.index(module.room) + 1 if module.room in ROOMS else 0
+    allowed = LEAVES | set(ROOMS[:reach])
+    wrong = []
+    for name in sorted(imported(module)):
+        if name == FACE or name.startswith(f"{FACE}."):
+            room = room_of(name)
+            # `from thinwire import TopK` names no room: it is an import of the face.
+            if (room if room in LEAVES.union(ROOMS) else FACE) not in allowed:
+                wrong.append(f"{module.name} -> {name}")
+    return wrong
+
+
+def test_every_module_stands_in_a_room() -> None:
+    assert MODULES, f"no source found under {SRC}: correct SRC in this test"
+    lost = [m.name for m in MODULES if m.room not in LEAVES.union(ROOMS)]
+    assert not lost, f"{lost} stand in no room: move them into one, or give ROOMS a new one"
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [edge for module in MODULES for edge in wrong_way(module)]
+    assert not wrong, (
+        f"{wrong} point to the right in {' -> '.join(ROOMS)}: move the shared part to the left, "
+        "or pass it in as an argument"
+    )
+
+
+def test_only_collectives_and_later_rooms_talk() -> None:
+    wrong = [
+        m.name for m in MODULES if m.room not in MAY_TALK and imports_any(m, "torch.distributed")
+    ]
+    assert not wrong, f"{wrong} use torch.distributed: move what talks to collectives"
+
+
+def test_nothing_imports_pickle() -> None:
+    wrong = [m.name for m in MODULES if imports_any(m, "pickle")]
+    assert not wrong, f"{wrong} import pickle, which runs what it reads: send a frame instead"
+
+
+def test_files_stay_short() -> None:
+    long = [m.name for m in MODULES if len(m.source.splitlines()) > MAX_LINES]
+    assert not long, f"{long} have more than {MAX_LINES} lines: split them, one idea per file"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Module("thinwire.kernels.topk", "import thinwire.wire.frame"),
+        Module("thinwire.wire.frame", "from thinwire import compressors"),
+        Module("thinwire.compressors.topk", "def f():\n    from ..collectives import gather"),
+        Module("thinwire.compressors", "from .. import feedback", is_package=True),
+        Module("thinwire.bench", "from thinwire import TopK"),
+        Module("thinwire.errors", "from .kernels import topk"),
+        Module("thinwire.attic.topk", "from ..kernels import topk"),
+    ],
+    ids=lambda module: module.name,
+)
+def test_a_wrong_import_is_detected(module: Module) -> None:
+    assert wrong_way(module), f"{module} passes although it points to the right: mend wrong_way"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch.distributed as d", "from torch import distributed", "torch.distributed.barrier"],
+)
+def test_talking_is_detected(source: str) -> None:
+    module = Module("thinwire.wire.frame", source)
+    assert imports_any(module, "torch.distributed"), f"{source!r} is not seen: mend imported"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Module("thinwire.wire", "from . import frame\nfrom .frame import Frame", is_package=True),
+        Module("thinwire.compressors.topk", "from ..wire import frame\nfrom ..errors import E"),
+        Module("thinwire.telemetry", "import torch\nfrom .errors import E"),
+        Module("thinwire.cli", "from thinwire import __version__"),
+    ],
+    ids=lambda module: module.name,
+)
+def test_a_right_import_passes(module: Module) -> None:
+    assert not wrong_way(module), f"{module} is refused although it points left: mend wrong_way"
+
+
+def test_import_is_light() -> None:
+    # `import torch` alone already loads much of torch.distributed, so only what is new counts.
+    probe = (
+        "import sys, torch; old = set(sys.modules); import thinwire; print(*set(sys.modules) - old)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, f"`import thinwire` fails, mend it first:\n{done.stderr}"
+    heavy = ("matplotlib", "numba", "rich", "torch.distributed", "zstandard")
+    loaded = [
+        n for n in sorted(done.stdout.split()) if f"{n}.".startswith(tuple(f"{h}." for h in heavy))
+    ]
+    assert not loaded, (
+        f"`import thinwire` loads {loaded}: import them in the function that needs them"
+    )
