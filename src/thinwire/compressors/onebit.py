@@ -1,8 +1,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from thinwire import kernels
 from thinwire.compressors import check
 from thinwire.compressors.base import Compressor, Encoded, Request
@@ -37,15 +35,10 @@ class OneBit(Compressor):
         check.block("OneBit", "block", self.block)
 
     def encode_flat(self, request: Request) -> Encoded | None:
-        found = kernels.on(request.x.device).encode_pairs(request.x, request.r, block=self.block)
+        found = kernels.on(request.x.device).encode_pairs(
+            request.x, request.r, block=self.block, scaled=False
+        )
         if found is None:
             return None
-        sums, counts, bits = found
-        n = request.numel
-        each = self.block or n
-        lengths = torch.full_like(counts, each)
-        lengths[-1] = n - each * (len(counts) - 1)
-        of = torch.stack([lengths - counts, counts], 1)
-        means = sums.flip(1) * (each / of.clamp_min(1).double())
-        pairs = means.to(request.x.dtype).flatten()
-        return Encoded(Pairs(self.block or 0), (pairs, bits))
+        pairs, bits = found
+        return Encoded(Pairs(self.block or 0), (pairs.view(-1), bits))

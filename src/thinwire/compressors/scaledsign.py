@@ -1,8 +1,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from thinwire import kernels
 from thinwire.compressors.base import Compressor, Encoded, Request
 from thinwire.wire.codes import Pairs
@@ -28,9 +26,10 @@ class ScaledSign(Compressor):
     name: ClassVar[str] = "scaledsign"
 
     def encode_flat(self, request: Request) -> Encoded | None:
-        found = kernels.on(request.x.device).encode_pairs(request.x, request.r, block=None)
+        found = kernels.on(request.x.device).encode_pairs(
+            request.x, request.r, block=None, scaled=True
+        )
         if found is None:
             return None
-        sums, _, bits = found
-        mean = sums[0, 0] - sums[0, 1]
-        return Encoded(Pairs(0), (torch.stack([-mean, mean]).to(request.x.dtype), bits))
+        pairs, bits = found
+        return Encoded(Pairs(0), (pairs.view(-1), bits))

@@ -8,20 +8,22 @@ import numpy as np
 import torch
 
 from thinwire.kernels.cpu import threads
-from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, jit, load, start
-from thinwire.kernels.cpu.levels import bytes_before, pack, packed_bytes, unpack
+from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, jit, piece
+from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words
 from thinwire.kernels.cpu.sparse import arrays, part
-from thinwire.kernels.cpu.uniform import SPAN, TINY
+from thinwire.kernels.cpu.uniform import RUN, SPAN, TINY
 from thinwire.kernels.key import Key
 
 
 @jit
-def _extent(buffer, lo, hi):
-    low = high = buffer[lo]
+def _load_extent(x, r, buffer):
+    """buffer = x + r; return its minimum, its maximum and whether it is not all finite."""
+    low = high = x[0] if r is None else x[0] + r[0]
     odd = np.uint32(0)
-    for i in range(lo, hi):
-        p = buffer[i]
+    for i in range(buffer.size):
+        p = x[i] if r is None else x[i] + r[i]
+        buffer[i] = p
         low = p if p < low else low
         high = p if p > high else high
         odd |= np.uint32(not (abs(p) < np.inf))
@@ -29,40 +31,50 @@ def _extent(buffer, lo, hi):
 
 
 @jit
+def _levels(buffer, base, inverse, top, words, levels):
+    """Nearest levels, or stochastic ones where there are random words."""
+    for i in range(buffer.size):
+        v = min(max((0.5 * np.float64(buffer[i]) - base) * inverse, 0.0), top)
+        if words is None:
+            levels[i] = np.uint8(np.int32(np.rint(v)))
+        else:
+            down = np.floor(v)
+            u = np.float64(np.int32(words[i] >> np.uint32(8))) * 2.0**-24
+            levels[i] = np.uint8(np.int32(down) + np.int32(u < v - down))
+
+
+@jit
 def _encode(x, r, first, lows, scales, packed, block, width, given, tiny, key):
     top = np.float64((1 << width) - 1)
     span = block * max(1, SPAN // block)
-    buffer = np.empty(min(span, x.size), x.dtype)
-    levels = np.empty(span, np.uint8)
+    buffer = np.empty(min(block, x.size), x.dtype)
+    levels = np.empty(min(span, x.size), np.uint8)
     words = np.empty(0 if key is None else span + 1024, np.uint32)
     odd = False
     for lo in range(0, x.size, span):
         count = min(span, x.size - lo)
-        load(x, r, lo, count, buffer)
         at = 0
         if key is not None:
             at = fill(first + lo, count, key, words)
         for b in range(0, count, block):
             e = min(b + block, count)
+            own = buffer[: e - b]
+            low, high, bad = _load_extent(x[lo + b : lo + e], piece(r, lo + b, lo + e), own)
+            odd |= bad
             j = 0 if given else (lo + b) // block
             if not given:
-                low, high, bad = _extent(buffer, b, e)
-                odd |= bad
                 half = 0.5 * np.float64(high) - 0.5 * np.float64(low)
                 lows[j] = low
                 scales[j] = 2 * (half / top) if half >= tiny else 0
             base = 0.5 * np.float64(lows[j])
             unit = 0.5 * np.float64(scales[j])
             inverse = 1 / unit if unit > 0 else 0.0
-            for i in range(b, e):
-                v = min(max((0.5 * np.float64(buffer[i]) - base) * inverse, 0.0), top)
-                if key is None:
-                    levels[i] = np.uint8(np.int32(np.rint(v)))
-                else:
-                    down = np.floor(v)
-                    u = np.float64(words[at + i] >> np.uint32(8)) * 2.0**-24
-                    levels[i] = np.uint8(np.int32(down) + np.int32(u < v - down))
-        pack(levels, count, width, packed, bytes_before(lo, width))
+            if key is None:
+                _levels(own, base, inverse, top, None, levels[b:e])
+            else:
+                _levels(own, base, inverse, top, words[at + b : at + e], levels[b:e])
+        begin = packed_bytes(lo, width)
+        pack(levels[:count], width, packed[begin : begin + packed_bytes(count, width)])
     return odd
 
 
@@ -81,7 +93,7 @@ def encode_affine(
     """
     xs, rs = arrays(x, r)
     n, tiny = xs.size, TINY[xs.dtype]
-    each = SPAN if block is None else block
+    each = RUN if block is None else block
     given = extent is not None
     lows = np.empty(1 if given else -(-n // each), xs.dtype)
     scales = np.empty_like(lows)
@@ -100,28 +112,33 @@ def encode_affine(
             tiny, words,
         )  # fmt: skip
 
-    if any(threads.run(work, threads.ranges(n, each))):
+    if any(threads.run(work, threads.ranges(n, block or SPAN))):
         return None
     return torch.from_numpy(lows), torch.from_numpy(scales), torch.from_numpy(packed)
+
+
+@jit
+def _values(levels, base, unit, out):
+    for i in range(out.size):
+        out[i] = 2 * (np.float64(np.int32(levels[i])) * unit + base)
 
 
 @jit
 def _add(out, mode, x, packed, lows, scales, block, width, weight):
     one = scales.size == 1
     span = block * max(1, SPAN // block)
-    levels = np.empty(span, np.uint8)
-    real = scales.dtype.type
+    levels = np.empty(min(span, out.size), np.uint8)
+    values = np.empty(min(block, out.size), scales.dtype)
     for lo in range(0, out.size, span):
         count = min(span, out.size - lo)
-        start(out, lo, count, mode, x)
-        unpack(packed, bytes_before(lo, width), count, width, levels)
+        begin = packed_bytes(lo, width)
+        unpack(packed[begin : begin + packed_bytes(count, width)], width, levels[:count])
         for b in range(0, count, block):
+            e = min(b + block, count)
             j = 0 if one else (lo + b) // block
-            base = 0.5 * np.float64(lows[j])
             unit = 0.5 * np.float64(scales[j])
-            for i in range(b, min(b + block, count)):
-                v = real(2 * (np.float64(levels[i]) * unit + base))
-                out[lo + i] += weight * v
+            _values(levels[b:e], 0.5 * np.float64(lows[j]), unit, values[: e - b])
+            combine(out[lo + b : lo + e], mode, x[lo + b : lo + e], values[: e - b], weight)
 
 
 def add_affine(
@@ -140,7 +157,7 @@ def add_affine(
     o, levels, low, scale = out.numpy(), packed.numpy(), lows.numpy(), scales.numpy()
     other = o if plus is None else plus.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
-    each = SPAN if block is None else block
+    each = RUN if block is None else block
     w = o.dtype.type(weight)
 
     def work(lo, hi):
@@ -148,4 +165,4 @@ def add_affine(
         own = levels[packed_bytes(lo, width) :]
         _add(o[lo:hi], mode, other[lo:hi], own, low[cut], scale[cut], each, width, w)
 
-    threads.run(work, threads.ranges(o.size, each))
+    threads.run(work, threads.ranges(o.size, block or SPAN))

@@ -13,90 +13,97 @@ TRITS = 0
 
 
 @jit
-def bytes_before(count, width):
-    """Bytes that `count` levels take, for a count that fills its last byte."""
-    return count // 5 if width == TRITS else count * width // 8
-
-
-def packed_bytes(count: int, width: int) -> int:
-    """Bytes that any number of levels takes."""
-    return -(-count // 5) if width == TRITS else -(-count * width // 8)
+def packed_bytes(count, width):
+    """Bytes that so many levels take."""
+    return (count + 4) // 5 if width == TRITS else (count * width + 7) // 8
 
 
 @jit
-def _pack_trits(levels, count, out, at):
-    for g in range((count + 4) // 5):
+def _pack_trits(levels, out):
+    for g in range(out.size):
         byte, unit = 0, 1
-        for i in range(5 * g, min(5 * g + 5, count)):
+        for i in range(5 * g, min(5 * g + 5, levels.size)):
             byte += levels[i] * unit
             unit *= 3
-        out[at + g] = byte
+        out[g] = byte
 
 
 @jit
-def _unpack_trits(packed, at, count, levels):
-    for g in range((count + 4) // 5):
-        byte = np.int32(packed[at + g])
-        for i in range(5 * g, min(5 * g + 5, count)):
+def _unpack_trits(packed, levels):
+    for g in range(packed.size):
+        byte = np.int32(packed[g])
+        for i in range(5 * g, min(5 * g + 5, levels.size)):
             levels[i] = byte % 3
             byte //= 3
 
 
 @jit
-def pack(levels, count, width, out, at):
-    """levels[:count] into out from byte `at` on; `at` times 8 is a multiple of the width."""
+def _pack_group(levels, width, out):
+    """Up to eight levels, which fill `width` bytes."""
+    word = u64(0)
+    for i in range(levels.size):
+        word |= u64(levels[i]) << u64(i * width)
+    for b in range(out.size):
+        out[b] = u8(word >> u64(8 * b))
+
+
+@jit
+def _unpack_group(packed, width, levels):
+    word = u64(0)
+    for b in range(packed.size):
+        word |= u64(packed[b]) << u64(8 * b)
+    mask = u64((1 << width) - 1)
+    for i in range(levels.size):
+        levels[i] = u8((word >> u64(i * width)) & mask)
+
+
+@jit
+def pack(levels, width, out):
+    """All levels into out, which has `packed_bytes` of them."""
     if width == TRITS:
-        _pack_trits(levels, count, out, at)
+        _pack_trits(levels, out)
         return
     if width == 8:
-        for i in range(count):
-            out[at + i] = levels[i]
+        for i in range(levels.size):
+            out[i] = levels[i]
         return
-    whole = count // 8
+    whole = levels.size // 8
     if width == 4:
         for i in range(4 * whole):
-            out[at + i] = levels[2 * i] | (levels[2 * i + 1] << u8(4))
+            out[i] = levels[2 * i] | (levels[2 * i + 1] << u8(4))
     elif width == 2:
         for i in range(2 * whole):
-            out[at + i] = (
-                levels[4 * i]
-                | (levels[4 * i + 1] << u8(2))
-                | (levels[4 * i + 2] << u8(4))
-                | (levels[4 * i + 3] << u8(6))
-            )
+            low = levels[4 * i] | (levels[4 * i + 1] << u8(2))
+            high = levels[4 * i + 2] | (levels[4 * i + 3] << u8(2))
+            out[i] = low | (high << u8(4))
     else:
         for g in range(whole):
             word = u64(0)
             for i in range(8):
                 word |= u64(levels[8 * g + i]) << u64(i * width)
             for b in range(width):
-                out[at + g * width + b] = u8(word >> u64(8 * b))
-    if whole * 8 < count:
-        word = u64(0)
-        for i in range(count - whole * 8):
-            word |= u64(levels[8 * whole + i]) << u64(i * width)
-        for b in range(((count - whole * 8) * width + 7) // 8):
-            out[at + whole * width + b] = u8(word >> u64(8 * b))
+                out[width * g + b] = u8(word >> u64(8 * b))
+    _pack_group(levels[8 * whole :], width, out[width * whole :])
 
 
 @jit
-def unpack(packed, at, count, width, levels):
+def unpack(packed, width, levels):
     """The inverse of `pack`."""
     if width == TRITS:
-        _unpack_trits(packed, at, count, levels)
+        _unpack_trits(packed, levels)
         return
     if width == 8:
-        for i in range(count):
-            levels[i] = packed[at + i]
+        for i in range(levels.size):
+            levels[i] = packed[i]
         return
-    whole = count // 8
+    whole = levels.size // 8
     if width == 4:
         for i in range(4 * whole):
-            levels[2 * i] = packed[at + i] & u8(15)
-            levels[2 * i + 1] = packed[at + i] >> u8(4)
+            levels[2 * i] = packed[i] & u8(15)
+            levels[2 * i + 1] = packed[i] >> u8(4)
     elif width == 2:
         for i in range(2 * whole):
-            byte = packed[at + i]
+            byte = packed[i]
             levels[4 * i] = byte & u8(3)
             levels[4 * i + 1] = (byte >> u8(2)) & u8(3)
             levels[4 * i + 2] = (byte >> u8(4)) & u8(3)
@@ -106,13 +113,7 @@ def unpack(packed, at, count, width, levels):
         for g in range(whole):
             word = u64(0)
             for b in range(width):
-                word |= u64(packed[at + g * width + b]) << u64(8 * b)
+                word |= u64(packed[width * g + b]) << u64(8 * b)
             for i in range(8):
                 levels[8 * g + i] = u8((word >> u64(i * width)) & mask)
-    if whole * 8 < count:
-        mask = u64((1 << width) - 1)
-        word = u64(0)
-        for b in range(((count - whole * 8) * width + 7) // 8):
-            word |= u64(packed[at + whole * width + b]) << u64(8 * b)
-        for i in range(count - whole * 8):
-            levels[8 * whole + i] = u8((word >> u64(i * width)) & mask)
+    _unpack_group(packed[width * whole :], width, levels[8 * whole :])

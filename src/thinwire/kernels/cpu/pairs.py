@@ -9,79 +9,58 @@ import numpy as np
 import torch
 
 from thinwire.kernels.cpu import threads
-from thinwire.kernels.cpu.jit import (
-    ADD,
-    INFINITY_BITS,
-    KEEP,
-    ZERO,
-    jit,
-    load,
-    magnitude,
-    start,
-    sum_jit,
-)
+from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, jit, piece, sum_jit
 from thinwire.kernels.cpu.sparse import arrays, part
 
-u8, u32 = np.uint8, np.uint32
-RUN = 1 << 13  # elements a partial sum covers when the pair is for the whole tensor
+u8, u32, u64 = np.uint8, np.uint32, np.uint64
+RUN = 1 << 10  # elements a partial sum covers when the pair is for the whole tensor
 
 
 @sum_jit
-def _halves(buffer, lo, hi, unit):
-    """Sums of both halves in the given unit, the count of the upper one, the top magnitude."""
-    above, below, count = 0.0, 0.0, 0
-    top = magnitude(buffer[lo])
-    for i in range(lo, hi):
-        p = buffer[i]
+def _halves(x, r, unit, signs):
+    """Sums of both halves in the given unit (NaN falls into the lower), and 1 for the upper."""
+    above, below = 0.0, 0.0
+    for i in range(signs.size):
+        p = x[i] if r is None else x[i] + r[i]
         v = np.float64(p) * unit
-        above += v if p >= 0 else 0.0
-        below += v if p < 0 else 0.0
-        count += p >= 0
-        top = max(top, magnitude(p))
-    return above, below, count, top
+        upper = v if v >= 0 else 0.0
+        above += upper
+        below += v - upper
+        signs[i] = u8(p >= 0)
+    return above, below
 
 
 @jit
-def _signs(buffer, count, packed, at):
-    zero = buffer.dtype.type(0)
-    whole = count // 32
-    for g in range(whole):
-        word = u32(0)
-        for i in range(32):
-            word |= u32(buffer[32 * g + i] + zero >= zero) << u32(i)
-        for b in range(4):
-            packed[at + 4 * g + b] = u8(word >> u32(8 * b))
-    for g in range(4 * whole, (count + 7) // 8):
-        byte = u32(0)
-        for i in range(8 * g, min(8 * g + 8, count)):
-            byte |= u32(buffer[i] >= zero) << u32(i - 8 * g)
-        packed[at + g] = u8(byte)
+def _pack_signs(signs, packed):
+    """Eight bytes of 0 or 1 to a byte, by one multiplication; return how many are 1."""
+    words = signs.view(u64)
+    count = 0
+    for g in range(packed.size):
+        packed[g] = u8((words[g] * u64(0x0102040810204080)) >> u64(56))
+        count += np.int64((words[g] * u64(0x0101010101010101)) >> u64(56))
+    return count
 
 
 @jit
-def _encode(x, r, packed, sums, counts, block):
-    span = block * max(1, 4096 // block)
-    buffer = np.empty(min(span, x.size), x.dtype)
-    top = magnitude(x.dtype.type(0))
-    unit = 1.0 / block
-    for lo in range(0, x.size, span):
-        count = min(span, x.size - lo)
-        load(x, r, lo, count, buffer)
-        _signs(buffer, count, packed, lo // 8)
-        for b in range(0, count, block):
-            j = (lo + b) // block
-            sums[j, 0], sums[j, 1], counts[j], peak = _halves(
-                buffer, b, min(b + block, count), unit
-            )
-            top = max(top, peak)
-    return top
+def _encode(x, r, packed, sums, counts, block, unit):
+    signs = np.zeros(block, u8)
+    odd = False
+    for lo in range(0, x.size, block):
+        j = lo // block
+        hi = min(lo + block, x.size)
+        signs[hi - lo :] = 0
+        above, below = _halves(x[lo:hi], piece(r, lo, hi), unit, signs[: hi - lo])
+        odd |= not np.isfinite(above - below)
+        sums[j, 0], sums[j, 1] = above, below
+        counts[j] = _pack_signs(signs, packed[lo // 8 : (hi + 7) // 8])
+    return odd
 
 
-def encode_pairs(x: torch.Tensor, r: torch.Tensor | None, *, block: int | None):
-    """(sums, counts, packed signs), or None if not all finite.
+def encode_pairs(x: torch.Tensor, r: torch.Tensor | None, *, block: int | None, scaled: bool):
+    """(pairs, packed signs), or None if not all finite.
 
-    sums[j] holds block j's sum of what is >= 0 and of what is < 0, float64, divided by the block's
-    length so that it cannot overflow; counts[j] how many are >= 0. One row for block None.
+    Row j of the pairs is block j's (low, high): the means of what is < 0 and of what is >= 0, or,
+    `scaled`, minus and plus the mean magnitude. One row for block None.
     """
     xs, rs = arrays(x, r)
     n = xs.size
@@ -90,34 +69,51 @@ def encode_pairs(x: torch.Tensor, r: torch.Tensor | None, *, block: int | None):
     sums, counts = np.empty((rows, 2)), np.empty(rows, np.int64)
     packed = np.empty(-(-n // 8), u8)
 
+    # Sums of float32 in float64 cannot overflow; those of float64 are taken in a small exact unit.
+    unit = 1.0 if xs.dtype == np.float32 else 2.0 ** -n.bit_length()
+
     def work(lo, hi):
         j = lo // each
-        return _encode(xs[lo:hi], part(rs, lo, hi), packed[lo // 8 :], sums[j:], counts[j:], each)
+        out = packed[lo // 8 :], sums[j:], counts[j:]
+        return _encode(xs[lo:hi], part(rs, lo, hi), *out, each, unit)
 
-    if max(threads.run(work, threads.ranges(n, each))) >= INFINITY_BITS[xs.dtype]:
+    if any(threads.run(work, threads.ranges(n, each))):
         return None
+    lengths = np.full(rows, each)
+    lengths[-1] = n - each * (rows - 1)
     if block is None:
-        whole = [[math.fsum(sums[:, 0]) * (each / n), math.fsum(sums[:, 1]) * (each / n)]]
-        sums, counts = np.array(whole), counts.sum(keepdims=True)
-    return torch.from_numpy(sums), torch.from_numpy(counts), torch.from_numpy(packed)
+        sums = np.array([[math.fsum(sums[:, 0]), math.fsum(sums[:, 1])]])
+        counts, lengths = counts.sum(keepdims=True), np.array([n])
+    if scaled:
+        high = (sums[:, 0] - sums[:, 1]) / lengths / unit
+        pairs = np.stack([-high, high], 1)
+    else:
+        of = np.stack([lengths - counts, counts], 1)
+        pairs = sums[:, ::-1] / np.maximum(of, 1) / unit
+    return torch.from_numpy(pairs.astype(xs.dtype)), torch.from_numpy(packed)
+
+
+@jit
+def _values(bits, low, high, out):
+    whole = out.size // 8
+    for g in range(whole):
+        byte = u32(bits[g])
+        for i in range(8):
+            out[8 * g + i] = high if (byte >> u32(i)) & u32(1) else low
+    for i in range(8 * whole, out.size):
+        out[i] = high if (bits[whole] >> u8(i - 8 * whole)) & u8(1) else low
 
 
 @jit
 def _add(out, mode, x, packed, pairs, block, weight):
     one = pairs.shape[0] == 1
+    values = np.empty(min(block, out.size), pairs.dtype)
     for lo in range(0, out.size, block):
-        count = min(block, out.size - lo)
-        start(out, lo, count, mode, x)
+        hi = min(lo + block, out.size)
         j = 0 if one else lo // block
-        low, high = weight * pairs[j, 0], weight * pairs[j, 1]
-        whole = count // 8
-        for g in range(whole):
-            byte = packed[lo // 8 + g]
-            for i in range(8):
-                out[lo + 8 * g + i] += high if (byte >> u8(i)) & u8(1) else low
-        for i in range(8 * whole, count):
-            byte = packed[lo // 8 + whole]
-            out[lo + i] += high if (byte >> u8(i - 8 * whole)) & u8(1) else low
+        own = values[: hi - lo]
+        _values(packed[lo // 8 : (hi + 7) // 8], pairs[j, 0], pairs[j, 1], own)
+        combine(out[lo:hi], mode, x[lo:hi], own, weight)
 
 
 def add_pairs(

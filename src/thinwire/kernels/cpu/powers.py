@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from thinwire.kernels.cpu import threads
-from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, jit, load, start
+from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, jit, load, piece
 from thinwire.kernels.cpu.random import fill, key_words
 from thinwire.kernels.cpu.sparse import arrays, part
 from thinwire.kernels.key import Key
@@ -26,7 +26,7 @@ def _encode(x, r, first, out, top, ceiling, key):
     lift = 2.0 ** (126 - top) * 4294967296.0
     for lo in range(0, x.size, SPAN):
         count = min(SPAN, x.size - lo)
-        load(x, r, lo, count, buffer)
+        load(x[lo : lo + count], piece(r, lo, lo + count), buffer[:count])
         at = fill(first + lo, count, key, words)
         for i in range(count):
             p = np.float64(buffer[i])
@@ -59,11 +59,13 @@ def encode_powers(x: torch.Tensor, r: torch.Tensor | None, *, top: int, key: Key
 
 @jit
 def _add(out, mode, x, codes, table, weight):
+    values = np.empty(min(SPAN, out.size), table.dtype)
     for lo in range(0, out.size, SPAN):
-        count = min(SPAN, out.size - lo)
-        start(out, lo, count, mode, x)
-        for i in range(lo, lo + count):
-            out[i] += weight * table[codes[i]]
+        hi = min(lo + SPAN, out.size)
+        own = codes[lo:hi]
+        for i in range(hi - lo):
+            values[i] = table[own[i]]
+        combine(out[lo:hi], mode, x[lo:hi], values[: hi - lo], weight)
 
 
 def add_powers(

@@ -1,9 +1,13 @@
-"""Exact selection of the k largest magnitudes by counting digits, most significant first."""
+"""Exact selection of the k largest magnitudes, ties to the lower position.
+
+Of a whole tensor by counting digits, most significant first, which takes no memory; of a few
+candidates by partitioning a copy, which is twice as fast.
+"""
 
 import numpy as np
 
 from thinwire.kernels.cpu import threads
-from thinwire.kernels.cpu.jit import INFINITY_BITS, jit, magnitude
+from thinwire.kernels.cpu.jit import INFINITY_BITS, INTEGER, jit, magnitude
 
 DIGIT = 11  # bits a pass: 2048 counters stay in the first-level cache
 WIDTH = {np.dtype(np.float32): 31, np.dtype(np.float64): 63}
@@ -33,6 +37,16 @@ def _keep(x, r, bound, ties, first, out):
             found += 1
             ties -= 1
     return found
+
+
+def few_top_k(values, k: int):
+    """Ascending positions of the k largest |values|, all finite."""
+    bits = np.abs(values).view(INTEGER[values.dtype])
+    bound = np.partition(bits, bits.size - k)[bits.size - k]
+    ties = k - np.count_nonzero(bits > bound)
+    out = np.empty(k, np.int64)
+    _keep(values, None, np.int64(bound), ties, 0, out)
+    return out
 
 
 def exact_top_k(x, r, k: int):

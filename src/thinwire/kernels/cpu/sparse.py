@@ -12,11 +12,12 @@ import torch
 from numba.cpython.unsafe.numbers import trailing_zeros
 
 from thinwire.kernels.cpu import threads
-from thinwire.kernels.cpu.jit import INFINITY_BITS, INTEGER, jit, magnitude
-from thinwire.kernels.cpu.radix import exact_top_k
+from thinwire.kernels.cpu.jit import INFINITY_BITS, INTEGER, jit, magnitude, piece
+from thinwire.kernels.cpu.radix import exact_top_k, few_top_k
 
 u32, u64 = np.uint32, np.uint64
 SAMPLE = 1 << 16
+BLOCK = 512
 REGION = 1 << 20  # elements; 4 MB of float32 stay in the last-level cache
 
 
@@ -49,35 +50,29 @@ def _sample(x, r, out):
 @jit
 def _collect(x, r, bound, first, positions, values):
     """Positions and values of all |x + r| with bits >= bound; -1 as count when they do not fit."""
+    flags = np.zeros(BLOCK, np.uint8)
+    words = flags.view(u64)
     found = 0
     top = bound
-    for lo in range(0, x.size, 64):
-        count = min(64, x.size - lo)
-        hits = u64(0)
-        if count == 64:
-            low, high = u32(0), u32(0)
-            for i in range(32):
-                p = x[lo + i] if r is None else x[lo + i] + r[lo + i]
-                low |= u32(magnitude(p) >= bound) << u32(i)
-            for i in range(32):
-                j = lo + 32 + i
-                p = x[j] if r is None else x[j] + r[j]
-                high |= u32(magnitude(p) >= bound) << u32(i)
-            hits = u64(low) | (u64(high) << u64(32))
-        else:
-            for i in range(count):
-                p = x[lo + i] if r is None else x[lo + i] + r[lo + i]
-                hits |= u64(magnitude(p) >= bound) << u64(i)
-        if found + 64 > positions.size and hits:
-            return -1, top
-        while hits:
-            i = lo + np.int64(trailing_zeros(hits))
-            hits &= hits - u64(1)
-            p = x[i] if r is None else x[i] + r[i]
-            top = max(top, magnitude(p))
-            positions[found] = first + i
-            values[found] = p
-            found += 1
+    for lo in range(0, x.size, BLOCK):
+        hi = min(lo + BLOCK, x.size)
+        own, other = x[lo:hi], piece(r, lo, hi)
+        for i in range(hi - lo):
+            p = own[i] if r is None else own[i] + other[i]
+            flags[i] = np.uint8(magnitude(p) >= bound)
+        flags[hi - lo :] = 0
+        for w in range(words.size):
+            word = words[w]
+            if word and found + 8 > positions.size:
+                return -1, top
+            while word:
+                i = 8 * w + np.int64(trailing_zeros(word) >> u64(3))
+                word &= word - u64(1)
+                p = own[i] if r is None else own[i] + other[i]
+                top = max(top, magnitude(p))
+                positions[found] = first + lo + i
+                values[found] = p
+                found += 1
     return found, top
 
 
@@ -108,7 +103,7 @@ def _candidates(x, r, k: int):
         found, top = _collect(x[lo:hi], part(r, lo, hi), bound, lo, positions, values)
         return found, top, positions[:found], values[:found]
 
-    results = threads.run(work, threads.ranges(x.size, 64))
+    results = threads.run(work, threads.ranges(x.size))
     if any(found < 0 for found, *_ in results) or sum(found for found, *_ in results) < k:
         return None
     top = max(top for _, top, *_ in results)
@@ -132,7 +127,7 @@ def top_k(x: torch.Tensor, r: torch.Tensor | None, k: int):
     if top >= INFINITY_BITS[xs.dtype]:
         return None
     if positions.size > k:
-        chosen = exact_top_k(values, None, k)
+        chosen = few_top_k(values, k)
         positions, values = positions[chosen], values[chosen]
     return torch.from_numpy(positions), torch.from_numpy(values)
 
@@ -152,13 +147,13 @@ def above(x: torch.Tensor, r: torch.Tensor | None, value: float):
     """(positions, values) of all |x + r| >= value, ascending positions."""
     xs, rs = arrays(x, r)
     bound = np.abs(np.array(value, xs.dtype)).view(INTEGER[xs.dtype])[()]
-    parts = threads.ranges(xs.size, 64)
+    parts = threads.ranges(xs.size)
     counts = threads.run(lambda lo, hi: _count(xs[lo:hi], part(rs, lo, hi), bound), parts)
     if max(top for _, top in counts) >= INFINITY_BITS[xs.dtype]:
         return None
 
     def work(lo, hi):
-        room = counts[[p[0] for p in parts].index(lo)][0] + 64
+        room = counts[[p[0] for p in parts].index(lo)][0] + 8
         positions = np.empty(room, index_dtype(xs.size))
         values = np.empty(room, xs.dtype)
         found, _ = _collect(xs[lo:hi], part(rs, lo, hi), bound, lo, positions, values)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from thinwire.kernels.cpu import threads
-from thinwire.kernels.cpu.jit import jit, load, sum_jit
+from thinwire.kernels.cpu.jit import jit, load, piece, sum_jit
 from thinwire.kernels.cpu.sparse import arrays, part
 
 RUN = 1 << 13
@@ -40,9 +40,9 @@ def extent(x: torch.Tensor, r: torch.Tensor | None):
 
 
 @sum_jit
-def _sums(buffer, count, unit):
+def _sums(buffer, unit):
     total, squares = 0.0, 0.0
-    for i in range(count):
+    for i in range(buffer.size):
         v = np.float64(buffer[i]) * unit
         total += v
         squares += v * v
@@ -54,9 +54,9 @@ def _moments(x, r, unit, out):
     buffer = np.empty(RUN, x.dtype)
     for j in range(out.shape[0]):
         lo = j * RUN
-        count = min(RUN, x.size - lo)
-        load(x, r, lo, count, buffer)
-        out[j, 0], out[j, 1] = _sums(buffer, count, unit)
+        here = buffer[: min(RUN, x.size - lo)]
+        load(x[lo:], piece(r, lo, x.size), here)
+        out[j, 0], out[j, 1] = _sums(here, unit)
 
 
 def moments(x: torch.Tensor, r: torch.Tensor | None, unit: float):

@@ -13,106 +13,113 @@ from thinwire.kernels.cpu.jit import (
     INFINITY_BITS,
     KEEP,
     ZERO,
+    combine,
     from_magnitude,
     jit,
-    load,
+    load_peak,
     magnitude,
-    start,
+    piece,
     sum_jit,
 )
-from thinwire.kernels.cpu.levels import bytes_before, pack, packed_bytes, unpack
+from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words
 from thinwire.kernels.cpu.sparse import arrays, part
 from thinwire.kernels.key import Key
 
+RUN = 512  # elements handled at once when one scale serves the whole tensor
 SPAN = 5120  # elements handled at once, in the cache; a multiple of 5, 8 and 512
 TINY = {np.dtype(np.float32): 2.0**-118, np.dtype(np.float64): 2.0**-800}
 PEAK, NORM, GIVEN = 0, 1, 2
 RULES = {"max": PEAK, "l2": NORM, "given": GIVEN}
 
 
-@jit
-def _peak(buffer, lo, hi):
-    top = magnitude(buffer[lo])
-    for i in range(lo, hi):
-        top = max(top, magnitude(buffer[i]))
-    return top
-
-
 @sum_jit
-def _squares(buffer, lo, hi, unit):
+def _squares(buffer, unit):
     total = 0.0
-    for i in range(lo, hi):
+    for i in range(buffer.size):
         v = np.float64(buffer[i]) * unit
         total += v * v
     return total
 
 
 @jit
-def _norm(buffer, lo, hi, peak, highest):
+def _norm(buffer, peak, highest):
     """The L2 norm, at most the largest finite number (any bound of all |v| is a valid scale)."""
     wide = np.float64(peak)
-    return min(wide * np.sqrt(_squares(buffer, lo, hi, 1.0 / wide)), highest)
+    return min(wide * np.sqrt(_squares(buffer, 1.0 / wide)), highest)
 
 
 @jit
-def _nearest(buffer, lo, hi, inverse, limit, levels):
+def _clamp(v, edge):
+    v = edge if v > edge else v
+    return -edge if v < -edge else v
+
+
+@jit
+def _nearest(buffer, inverse, limit, levels):
     edge = buffer.dtype.type(limit)
-    for i in range(lo, hi):
-        v = min(max(buffer[i] * inverse, -edge), edge)
-        levels[i] = np.uint8(np.int32(np.rint(v)) + limit)
+    for i in range(buffer.size):
+        v = _clamp(buffer[i] * inverse, edge)
+        levels[i] = np.uint8(np.int32(np.int32(np.rint(v)) + np.int32(limit)))
 
 
 @jit
-def _stochastic(buffer, lo, hi, inverse, limit, words, at, levels):
+def _stochastic(buffer, inverse, limit, words, levels):
     edge = buffer.dtype.type(limit)
     unit = buffer.dtype.type(2.0**-24)
-    for i in range(lo, hi):
-        v = min(max(buffer[i] * inverse, -edge), edge)
+    for i in range(buffer.size):
+        v = _clamp(buffer[i] * inverse, edge)
         down = np.floor(v)
-        u = buffer.dtype.type(words[at + i] >> np.uint32(8)) * unit
-        levels[i] = np.uint8(np.int32(down) + np.int32(u < v - down) + limit)
+        u = buffer.dtype.type(np.int32(words[i] >> np.uint32(8))) * unit
+        level = np.int32(down)
+        level = np.int32(level + np.int32(1)) if u < v - down else level
+        levels[i] = np.uint8(np.int32(level + np.int32(limit)))
+
+
+@jit
+def _scale(buffer, bits, limit, rule, tiny, highest):
+    """(scale, what to multiply by for levels) of a block with this top magnitude."""
+    real = buffer.dtype.type
+    peak = from_magnitude(bits, real(0))
+    if peak < tiny:
+        return real(0), real(0)
+    if rule == PEAK:
+        return peak / real(limit), real(limit) / peak
+    norm = _norm(buffer, peak, highest)
+    return real(norm / limit), real(limit / norm)
 
 
 @jit
 def _encode(x, r, first, scales, packed, block, limit, width, rule, tiny, highest, key):
     """Quantise one range; return the largest magnitude's bits."""
     span = block * max(1, SPAN // block)
-    buffer = np.empty(min(span, x.size), x.dtype)
-    levels = np.empty(span, np.uint8)
+    buffer = np.empty(min(block, x.size), x.dtype)
+    levels = np.empty(min(span, x.size), np.uint8)
     words = np.empty(0 if key is None else span + 1024, np.uint32)
     real = x.dtype.type
     top = magnitude(real(0))
     for lo in range(0, x.size, span):
         count = min(span, x.size - lo)
-        load(x, r, lo, count, buffer)
         at = 0
         if key is not None:
             at = fill(first + lo, count, key, words)
         for b in range(0, count, block):
             e = min(b + block, count)
+            own = buffer[: e - b]
+            bits = load_peak(x[lo + b : lo + e], piece(r, lo + b, lo + e), own)
+            top = max(top, bits)
             if rule == GIVEN:
                 scale = scales[0]
                 inverse = real(1) / scale if scale > 0 else real(0)
             else:
-                bits = _peak(buffer, b, e)
-                top = max(top, bits)
-                peak = from_magnitude(bits, real(0))
-                scale, inverse = real(0), real(0)
-                if peak >= tiny:
-                    if rule == PEAK:
-                        scale = peak / real(limit)
-                        inverse = real(limit) / peak
-                    else:
-                        norm = _norm(buffer, b, e, peak, highest)
-                        scale = real(norm / limit)
-                        inverse = real(limit / norm)
+                scale, inverse = _scale(own, bits, limit, rule, tiny, highest)
                 scales[(lo + b) // block] = scale
             if key is None:
-                _nearest(buffer, b, e, inverse, limit, levels)
+                _nearest(own, inverse, limit, levels[b:e])
             else:
-                _stochastic(buffer, b, e, inverse, limit, words, at, levels)
-        pack(levels, count, width, packed, bytes_before(lo, width))
+                _stochastic(own, inverse, limit, words[at + b : at + e], levels[b:e])
+        begin = packed_bytes(lo, width)
+        pack(levels[:count], width, packed[begin : begin + packed_bytes(count, width)])
     return top
 
 
@@ -135,7 +142,7 @@ def encode_uniform(
     xs, rs = arrays(x, r)
     n = xs.size
     given = rule == "given"
-    each = SPAN if block is None else block
+    each = RUN if block is None else block
     scales = np.full(1, scale, xs.dtype) if given else np.empty(-(-n // each), xs.dtype)
     packed = np.empty(packed_bytes(n, width), np.uint8)
     words = None if key is None else key_words(key)
@@ -149,27 +156,33 @@ def encode_uniform(
             highest, words,
         )  # fmt: skip
 
-    tops = threads.run(work, threads.ranges(n, each))
+    tops = threads.run(work, threads.ranges(n, block or SPAN))
     if not given and max(tops) >= INFINITY_BITS[xs.dtype]:
         return None
     return torch.from_numpy(scales), torch.from_numpy(packed)
 
 
 @jit
+def _values(levels, limit, scale, out):
+    for i in range(out.size):
+        out[i] = type(scale)(np.int32(np.int32(levels[i]) - np.int32(limit))) * scale
+
+
+@jit
 def _add(out, mode, x, packed, scales, block, limit, width, weight):
     one = scales.size == 1
     span = block * max(1, SPAN // block)
-    levels = np.empty(span, np.uint8)
-    real = scales.dtype.type
+    levels = np.empty(min(span, out.size), np.uint8)
+    values = np.empty(min(block, out.size), scales.dtype)
     for lo in range(0, out.size, span):
         count = min(span, out.size - lo)
-        start(out, lo, count, mode, x)
-        unpack(packed, bytes_before(lo, width), count, width, levels)
+        begin = packed_bytes(lo, width)
+        unpack(packed[begin : begin + packed_bytes(count, width)], width, levels[:count])
         for b in range(0, count, block):
+            e = min(b + block, count)
             scale = scales[0] if one else scales[(lo + b) // block]
-            for i in range(b, min(b + block, count)):
-                v = real(np.int32(levels[i]) - limit) * scale
-                out[lo + i] += weight * v
+            _values(levels[b:e], limit, scale, values[: e - b])
+            combine(out[lo + b : lo + e], mode, x[lo + b : lo + e], values[: e - b], weight)
 
 
 def add_uniform(
@@ -188,7 +201,7 @@ def add_uniform(
     o, levels, s = out.numpy(), packed.numpy(), scales.numpy()
     other = o if plus is None else plus.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
-    each = SPAN if block is None else block
+    each = RUN if block is None else block
     w = o.dtype.type(weight)
 
     def work(lo, hi):
@@ -205,4 +218,4 @@ def add_uniform(
             w,
         )
 
-    threads.run(work, threads.ranges(o.size, each))
+    threads.run(work, threads.ranges(o.size, block or SPAN))

@@ -8,19 +8,27 @@ from thinwire.kernels.reference.sum import add, blocks, total
 
 
 def encode_pairs(
-    x: Tensor, r: Tensor | None, *, block: int | None
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(sums, counts, packed signs), or None if not all finite; see the CPU kernel."""
+    x: Tensor, r: Tensor | None, *, block: int | None, scaled: bool
+) -> tuple[Tensor, Tensor] | None:
+    """(pairs, packed signs), or None if not all finite; see the CPU kernel."""
     p = total(x, r)
     if not bool(torch.isfinite(p).all()):
         return None
     each = block or p.numel()
     upper = p >= 0
-    rows = blocks(p, each).double() / each
-    above = rows.clamp_min(0).sum(1)
-    below = rows.clamp_max(0).sum(1)
+    unit = 1.0 if p.dtype == torch.float32 else 2.0 ** -p.numel().bit_length()
+    rows = blocks(p, each).double() * unit
+    above, below = rows.clamp_min(0).sum(1), rows.clamp_max(0).sum(1)
     counts = blocks(upper, each, fill=False).sum(1)
-    return torch.stack([above, below], 1), counts, bits_to_bytes(upper)
+    lengths = torch.full_like(counts, each)
+    lengths[-1] = p.numel() - each * (len(counts) - 1)
+    if scaled:
+        high = (above - below) / lengths / unit
+        pairs = torch.stack([-high, high], 1)
+    else:
+        low = below / (lengths - counts).clamp_min(1) / unit
+        pairs = torch.stack([low, above / counts.clamp_min(1) / unit], 1)
+    return pairs.to(p.dtype), bits_to_bytes(upper)
 
 
 def add_pairs(

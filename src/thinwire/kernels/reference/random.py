@@ -1,4 +1,4 @@
-"""Philox4x32-10 and what is drawn by it, in plain PyTorch; see the CPU kernels for the order."""
+"""Random words and what is drawn by them, in plain PyTorch; the CPU kernels tell the method."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,6 @@ from thinwire.kernels.key import Key
 from thinwire.kernels.reference.sparse import index_dtype
 
 GROUP = 512
-LANE = GROUP // 4
 ROUNDS = 8
 MASK = 0xFFFFFFFF
 
@@ -18,45 +17,60 @@ def _high(a: Tensor, constant: int) -> Tensor:
     return ((a * (constant >> 16) + (low >> 16)) >> 16) & MASK
 
 
-def random_words(count: int, key: Key, device: torch.device | None = None) -> Tensor:
-    """32-bit words of elements [0, count), as int64 in [0, 2^32)."""
-    groups = -(-count // GROUP)
-    counter = torch.arange(groups * LANE, dtype=torch.int64, device=device)
-    c0, c1 = counter & MASK, (counter >> 32) ^ (key.stream << 24)
-    c2, c3 = torch.full_like(c0, key.step), torch.full_like(c0, key.tensor)
-    k0, k1 = key.seed & MASK, key.seed >> 32
+def philox(counter: list[Tensor], seed: int) -> list[Tensor]:
+    """Philox4x32-10 of four tensors of 32-bit words (held as int64)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & MASK, seed >> 32
     for _ in range(10):
         a_high, a_low = _high(c0, 0xD2511F53), (c0 * 0xD2511F53) & MASK
         b_high, b_low = _high(c2, 0xCD9E8D57), (c2 * 0xCD9E8D57) & MASK
         c0, c1, c2, c3 = b_high ^ c1 ^ k0, b_low, a_high ^ c3 ^ k1, a_low
         k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
-    lanes = torch.stack([c.view(groups, LANE) for c in (c0, c1, c2, c3)], 1)
-    return lanes.flatten()[:count]
+    return [c0, c1, c2, c3]
+
+
+def random_words(count: int, key: Key, device: torch.device | None = None) -> Tensor:
+    """32-bit words of elements [0, count), as int64 in [0, 2^32)."""
+    group = torch.arange(-(-count // GROUP), dtype=torch.int64, device=device).unsqueeze(1)
+    step, tensor = torch.full_like(group, key.step), torch.full_like(group, key.tensor)
+    counter = [group & MASK, (group >> 32) ^ (key.stream << 24), step, tensor]
+    k0, k1, k2, _ = philox(counter, key.seed)
+    v = (torch.arange(GROUP, dtype=torch.int64, device=device) * 0x9E3779B1 + k0) & MASK
+    v = v ^ (v >> 17)
+    v = ((v * 0xED5AD4BB) & MASK) ^ k1
+    v = v ^ (v >> 11)
+    v = (v * 0xAC4C1B51) & MASK
+    v = v ^ (v >> 15)
+    v = (v * 0x31848BAB) & MASK
+    return (v ^ (v >> 14) ^ k2).flatten()[:count]
 
 
 def random_positions(n: int, k: int, key: Key, device: torch.device | None = None) -> Tensor:
-    """k distinct positions below n, ascending: the first k values of a keyed permutation."""
+    """k distinct positions below n, ascending: the first k values below n of a keyed permutation."""
     width = max(8, (n - 1).bit_length())
     left = width // 2
     right = width - left
     keys = random_words(ROUNDS, key, device).tolist()
-    v = torch.arange(k, dtype=torch.int64, device=device)
-    pending = torch.ones_like(v, dtype=torch.bool)
-    while bool(pending.any()):
-        a, b = v >> right, v & ((1 << right) - 1)
-        for r in range(ROUNDS):
-            m = (a if r & 1 else b) ^ keys[r]
-            m = (m * 0x9E3779B1) & MASK
-            m ^= m >> 15
-            m = (m * 0x85EBCA77) & MASK
-            m ^= m >> 13
-            if r & 1:
-                b = b ^ (m & ((1 << right) - 1))
-            else:
-                a = a ^ (m & ((1 << left) - 1))
-        v = torch.where(pending, (a << right) | b, v)
-        pending &= v >= n
-    return v.sort().values.to(index_dtype(n))
+    found = torch.empty(0, dtype=torch.int64, device=device)
+    tried = 0
+    while found.numel() < k:
+        short = k - found.numel()
+        more = min((1 << width) - tried, int(short * (1 << width) / n * 1.01) + 256)
+        v = torch.arange(tried, tried + more, dtype=torch.int64, device=device)
+        high, low = v >> right, v & ((1 << right) - 1)
+        for r in range(0, ROUNDS, 2):
+            high = high ^ (_mix(low ^ keys[r]) & ((1 << left) - 1))
+            low = low ^ (_mix(high ^ keys[r + 1]) & ((1 << right) - 1))
+        v = (high << right) | low
+        found, tried = torch.cat([found, v[v < n]]), tried + more
+    return found[:k].sort().values.to(index_dtype(n))
+
+
+def _mix(v: Tensor) -> Tensor:
+    v = (v * 0x9E3779B1) & MASK
+    v = v ^ (v >> 15)
+    v = (v * 0x85EBCA77) & MASK
+    return v ^ (v >> 13)
 
 
 def bernoulli_positions(n: int, p: float, key: Key, device: torch.device | None = None) -> Tensor:
