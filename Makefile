@@ -3,10 +3,10 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo bench clean
+.PHONY: help setup test check format demo bench clean clean-kernels
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Install thinwire and its development tools into .venv
 
@@ -40,6 +40,9 @@ demo: setup  ## Compare the compressors on this machine and write report/bench.h
 
 bench: setup  ## Measure against the performance targets
 	$(VENV)/bin/python benchmarks/targets.py
+
+clean-kernels:  ## Remove compiled kernels, needed after editing a function that others inline
+	find src -name '*.nb[ic]' -delete
 
 clean:  ## Remove everything that make created, .venv included
 	rm -rf $(VENV) report build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -9,29 +9,35 @@ frame = tw.pack(payload)  # bytes to send
 restored = tw.decode(frame)  # on the other side, with nothing else
 """
 
-from thinwire.compressors import (
-    QSGD,
-    Bernoulli,
-    Cast,
-    Chain,
-    Compressor,
-    Lossless,
-    Natural,
-    NoCompression,
-    OneBit,
-    Quantize,
-    RandomK,
-    ScaledSign,
-    TernGrad,
-    Threshold,
-    Tiered,
-    TopK,
-    compressors,
-    parse,
-)
-from thinwire.errors import FrameError, MissingExtraError, ThinwireError, ThinwireWarning
-from thinwire.kernels import Key
-from thinwire.wire import Payload, decode, pack, unpack
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.compressors import (
+        QSGD,
+        Bernoulli,
+        Cast,
+        Chain,
+        Compressor,
+        Lossless,
+        Natural,
+        NoCompression,
+        OneBit,
+        Quantize,
+        RandomK,
+        ScaledSign,
+        TernGrad,
+        Threshold,
+        Tiered,
+        TopK,
+        compressors,
+        parse,
+    )
+    from thinwire.errors import FrameError, MissingExtraError, ThinwireError, ThinwireWarning
+    from thinwire.kernels import Key
+    from thinwire.wire import Payload, decode, pack, unpack
 
 __version__ = "0.1.0"
 
@@ -65,3 +71,35 @@ __all__ = [
     "parse",
     "unpack",
 ]
+
+_ROOMS = ("errors", "kernels", "wire", "compressors")
+
+
+class _Face(ModuleType):
+    """Loads torch with the first name that needs it, so that ``thinwire --help`` is quick."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+        for room in _ROOMS:
+            module = importlib.import_module(f"thinwire.{room}")
+            found = {key: getattr(module, key) for key in __all__ if hasattr(module, key)}
+            vars(self).update({key: value for key, value in found.items() if key != "compressors"})
+        return vars(self)[name]
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+    @property
+    def compressors(self) -> Any:
+        """The function; the room of the same name is reached by importing it."""
+        from thinwire.compressors.registry import compressors
+
+        return compressors
+
+    @compressors.setter
+    def compressors(self, room: ModuleType) -> None:
+        """Importing the room would otherwise put it in the function's place."""
+
+
+sys.modules[__name__].__class__ = _Face

@@ -14,6 +14,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,8 +25,10 @@ from thinwire.errors import ThinwireWarning
 from thinwire.kernels import Key
 from thinwire.wire.code import Code, Start
 from thinwire.wire.codes import NonFinite, Raw
+from thinwire.wire.header import DTYPES
 from thinwire.wire.payload import Payload, add_all, flat_view
 
+DEFAULT_KEY = Key()
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -71,7 +74,7 @@ class Compressor(ABC):
         """Whether the result depends on the key."""
         return False
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """32 bits that differ for different settings; ranks compare them."""
         return zlib.crc32(str(self).encode())
@@ -79,6 +82,10 @@ class Compressor(ABC):
     @abstractmethod
     def encode_flat(self, request: Request) -> Encoded | None:
         """Encode x + r; None if it is not finite throughout. Never called with no elements."""
+
+    def encode_bits(self, flat: Tensor) -> Encoded:
+        """Encode any bits of any type; for lossless ones only."""
+        raise NotImplementedError(f"{type(self).__name__} is lossy")
 
     def __str__(self) -> str:
         return spec_of(self)
@@ -125,10 +132,12 @@ class Compressor(ABC):
         flat = x.detach().reshape(-1)
         r = None if residual is None else residual.detach().reshape(-1)
         if self.lossless and r is None:
-            encoded: Encoded | None = self.encode_flat(Request(flat, None, x.dtype, Key()))
+            encoded: Encoded | None = self.encode_bits(flat)
             finite = not flat.is_floating_point() or bool(torch.isfinite(flat).all())
         else:
-            request = Request(_widen(flat), r, x.dtype, (key or Key()).checked())
+            request = Request(
+                _widen(flat), r, x.dtype, DEFAULT_KEY if key is None else key.checked()
+            )
             encoded = self.encode_flat(request) if x.numel() else _nothing(flat)
             finite = encoded is not None
         code, sections, known = encoded or Encoded(NonFinite(), ())
@@ -183,8 +192,9 @@ class Compressor(ABC):
 
     def _check_input(self, x: Tensor, residual: Tensor | None) -> None:
         who = type(self).__name__
-        if x.dtype not in FLOATS and not (self.lossless and residual is None):
-            hint = "; a residual needs one too" if self.lossless else ""
+        takes = DTYPES if self.lossless and residual is None else FLOATS
+        if x.dtype not in takes:
+            hint = "; a residual needs one too" if self.lossless and x.dtype in DTYPES else ""
             raise TypeError(
                 f"{who} takes float32, float64, float16 and bfloat16 tensors, got {x.dtype}"
                 f"{hint} (NoCompression and Lossless take integers)"
@@ -227,4 +237,10 @@ def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
     if values.dtype == dtype:
         return values
     top = torch.finfo(dtype).max
-    return values.clamp(-top, top).to(dtype)
+    return values.to(dtype).clamp_(-top, top)
+
+
+def cut(values: Tensor) -> None:
+    """Make the largest finite number of what rounding took beyond it, in place."""
+    top = torch.finfo(values.dtype).max
+    values.clamp_(-top, top)

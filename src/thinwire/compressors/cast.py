@@ -9,6 +9,7 @@ from thinwire.compressors import check
 from thinwire.compressors.base import Compressor, Encoded, Request, narrow
 from thinwire.wire.codes import Narrow, Scaled8
 from thinwire.wire.codes.scaled8 import scale_blocks
+from thinwire.wire.codes.uniform import fit
 
 _KINDS = {"fp16": (1, torch.float16), "bf16": (2, torch.bfloat16)}
 _FP8_TOP = 448.0
@@ -52,9 +53,9 @@ class Cast(Compressor):
 
     def encode_flat(self, request: Request) -> Encoded | None:
         x, r = request.x, request.r
-        if not kernels.on(x.device).all_finite(x, r):
-            return None
         p = x if r is None else x + r
+        if not kernels.on(p.device).all_finite(p, None):
+            return None
         if self.to == "fp8":
             return Encoded(Scaled8(self.block), self._fp8(p))
         kind, dtype = _KINDS[self.to]
@@ -62,10 +63,13 @@ class Cast(Compressor):
         return Encoded(Narrow(kind), (narrow(p, dtype),))
 
     def _fp8(self, p: Tensor) -> tuple[Tensor, Tensor]:
-        padded = torch.nn.functional.pad(p.abs(), (0, -p.numel() % self.block))
-        peak = padded.view(-1, self.block).amax(1)
+        block = fit(self.block, p.numel()) or self.block
+        padded = torch.nn.functional.pad(p.abs(), (0, -p.numel() % block))
+        peak = padded.view(-1, block).amax(1)
         tiny = peak < _TINY[p.dtype]
-        scales = (peak / _FP8_TOP).masked_fill(tiny, 0)
+        # Scales that were rounded up must not make an infinity of the largest numbers.
+        ceiling = torch.finfo(p.dtype).max / _FP8_TOP * (1 - 4 * torch.finfo(p.dtype).eps)
+        scales = (peak / _FP8_TOP).clamp_max(ceiling).masked_fill(tiny, 0)
         inverse = (_FP8_TOP / peak).masked_fill(tiny, 0)
-        scaled = scale_blocks(p.clone(), inverse, self.block).clamp_(-_FP8_TOP, _FP8_TOP)
+        scaled = scale_blocks(p.clone(), inverse, block).clamp_(-_FP8_TOP, _FP8_TOP)
         return scales, scaled.to(torch.float8_e4m3fn).view(torch.uint8)

@@ -25,8 +25,8 @@ class Chain(Compressor):
 
     Example:
         >>> import thinwire as tw
-        >>> tw.TopK(0.01) | tw.Quantize(4)
-        TopK(ratio=0.01) | Quantize(bits=4, block=256, symmetric=True, stochastic=False, entropy=False)
+        >>> tw.TopK(0.01) | tw.OneBit()
+        TopK(ratio=0.01) | OneBit(block=1024)
     """
 
     stages: tuple[Compressor, ...]

@@ -41,10 +41,10 @@ class Drawn(Sparsifier):
                 "grow without bound); use scaled=False with a residual"
             )
         kernel = kernels.on(request.x.device)
-        if not kernel.all_finite(request.x, request.r):
-            return None
         positions, chance, factor = self.draw(request)
         values = kernel.take(request.x, request.r, positions)
+        if values is None:
+            return None
         scaled = request.r is None if self.scaled is None else self.scaled
         if scaled and factor != 1:
             top = torch.finfo(values.dtype).max

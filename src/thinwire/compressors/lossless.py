@@ -1,6 +1,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from thinwire.compressors import check
 from thinwire.compressors.base import Compressor, Encoded, Request
 from thinwire.compressors.none import NoCompression
@@ -47,6 +49,9 @@ class Lossless(Compressor):
     def encode_flat(self, request: Request) -> Encoded | None:
         plain = NoCompression().encode_flat(request)
         return None if plain is None else self.zip(plain, Extent(request.dtype, request.numel))
+
+    def encode_bits(self, flat: Tensor) -> Encoded:
+        return self.zip(NoCompression().encode_bits(flat), Extent(flat.dtype, flat.numel()))
 
     def zip(self, encoded: Encoded, extent: Extent) -> Encoded:
         """What another compressor made, smaller."""

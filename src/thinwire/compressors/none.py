@@ -1,6 +1,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from thinwire import kernels
 from thinwire.compressors.base import Compressor, Encoded, Request, narrow
 from thinwire.wire.codes import Raw
@@ -29,8 +31,10 @@ class NoCompression(Compressor):
 
     def encode_flat(self, request: Request) -> Encoded | None:
         x, r = request.x, request.r
-        if r is None:
-            return Encoded(Raw(), (x.clone(),))
-        if not kernels.on(x.device).all_finite(x, r):
+        p = x.clone() if r is None else x + r
+        if not kernels.on(p.device).all_finite(p, None):
             return None
-        return Encoded(Raw(), (narrow(x + r, request.dtype),))
+        return Encoded(Raw(), (narrow(p, request.dtype),))
+
+    def encode_bits(self, flat: Tensor) -> Encoded:
+        return Encoded(Raw(), (flat.clone(),))

@@ -3,8 +3,9 @@ from typing import ClassVar
 
 from thinwire import kernels
 from thinwire.compressors import check
-from thinwire.compressors.base import Compressor, Encoded, Request
+from thinwire.compressors.base import Compressor, Encoded, Request, cut
 from thinwire.wire.codes import Pairs
+from thinwire.wire.codes.uniform import fit
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class OneBit(Compressor):
 
     def encode_flat(self, request: Request) -> Encoded | None:
         found = kernels.on(request.x.device).encode_pairs(
-            request.x, request.r, block=self.block, scaled=False
+            request.x, request.r, block=fit(self.block, request.numel), scaled=False
         )
         if found is None:
             return None
         pairs, bits = found
+        cut(pairs)
         return Encoded(Pairs(self.block or 0), (pairs.view(-1), bits))

@@ -6,6 +6,7 @@ from thinwire.compressors import check
 from thinwire.compressors.base import Compressor, Encoded, Request
 from thinwire.compressors.uniform import encode_uniform, is_tiny, peak_of
 from thinwire.wire.codes import Affine
+from thinwire.wire.codes.uniform import fit
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Quantize(Compressor):
             request.x,
             request.r,
             width=self.bits,
-            block=self.block,
+            block=fit(self.block, request.numel),
             extent=extent,
             key=request.key if self.stochastic else None,
         )

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from thinwire import kernels
-from thinwire.compressors.base import Compressor, Encoded, Request
+from thinwire.compressors.base import Compressor, Encoded, Request, cut
 from thinwire.wire.codes import Pairs
 
 
@@ -32,4 +32,5 @@ class ScaledSign(Compressor):
         if found is None:
             return None
         pairs, bits = found
+        cut(pairs)
         return Encoded(Pairs(0), (pairs.view(-1), bits))

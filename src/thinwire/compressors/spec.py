@@ -30,7 +30,8 @@ def spec_of(compressor: Any) -> str:
             named = True
             continue
         arguments.append(f"{field.name}={_write(value)}" if named else _write(value))
-    return compressor.name + (":" + ",".join(arguments) if arguments else "")
+    name: str = compressor.name
+    return name + (":" + ",".join(arguments) if arguments else "")
 
 
 def _write(value: Any) -> str:

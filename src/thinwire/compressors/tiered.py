@@ -1,5 +1,7 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
+
+import torch
 
 from thinwire import kernels
 from thinwire.compressors import check
@@ -18,6 +20,8 @@ class Tiered(Compressor):
 
     The k = max(1, ceil(d * ratio)) largest go through `large`, the tensor without them through
     `small`, whose scales are no longer stretched by the outliers. What is sent is the sum of both.
+    Where `small` does not send zero as zero (OneBit, affine), a tensor with values within a factor
+    of two of the largest finite number counts as non-finite.
 
     Args:
         ratio: share of elements that count as large, in (0, 1].
@@ -35,17 +39,18 @@ class Tiered(Compressor):
     """
 
     ratio: float
-    large: Compressor = Cast("fp16")
-    small: Compressor = Quantize(2)
+    large: Compressor = field(default=Cast("fp16"))
+    small: Compressor = field(default=Quantize(2))
     name: ClassVar[str] = "tiered"
 
     def __post_init__(self) -> None:
         check.fraction("Tiered", "ratio", self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
         for field, value in (("large", self.large), ("small", self.small)):
-            if not isinstance(value, Compressor) or isinstance(value, Tiered):
+            stages = getattr(value, "stages", (value,))
+            if any(not isinstance(s, Compressor) or isinstance(s, Tiered) for s in stages):
                 raise ValueError(
-                    f"Tiered: {field} must be a compressor other than Tiered, got {value!r}"
+                    f"Tiered: {field} must be a compressor without Tiered, got {value!r}"
                 )
 
     @property
@@ -68,7 +73,10 @@ class Tiered(Compressor):
         # Whatever `small` says of the large ones' places, `large` sends the difference.
         extent = Extent(dtype, request.numel)
         low_known = low.known or low.code.open(low.sections, extent)
-        values = values - low.code.values(low_known, extent, x.device)[at]
+        shift = low.code.values(low_known, extent, x.device)[at]
+        if shift.any() and values.abs().max() > torch.finfo(values.dtype).max / 2:
+            return None
+        values = values - shift
         high = self.large.encode_flat(Request(values, None, dtype, key.substream()))
         if high is None:
             return None

@@ -1,9 +1,12 @@
 """The way from a quantiser's settings to the uniform code, packed or entropy-coded."""
 
+from torch import Tensor
+
 from thinwire import kernels
 from thinwire.compressors.base import Encoded, Request
 from thinwire.kernels import Key
 from thinwire.wire.codes import Elias, Uniform
+from thinwire.wire.codes.uniform import fit
 
 TRITS = 0
 TINY = {4: 2.0**-118, 8: 2.0**-800}  # by the bytes of an element: below it, levels are all zero
@@ -34,13 +37,13 @@ def encode_uniform(
     """Levels -limit..limit; see the kernel for the rest. Entropy-coded where that is smaller."""
     kernel = kernels.on(request.x.device)
 
-    def levels(bits: int) -> tuple[object, ...] | None:
-        found: tuple[object, ...] | None = kernel.encode_uniform(
+    def levels(bits: int) -> tuple[Tensor, ...] | None:
+        found: tuple[Tensor, ...] | None = kernel.encode_uniform(
             request.x,
             request.r,
             limit=limit,
             width=bits,
-            block=block,
+            block=fit(block, request.numel),
             rule=rule,
             scale=scale,
             key=key,
@@ -55,6 +58,6 @@ def encode_uniform(
         unary, words = kernel.elias_encode(data, limit)
         if words.numel() * 8 < request.numel * width // 8:
             code = Elias(limit, block or 0, unary, words.numel() - unary)
-            return Encoded(code, (scales, words), (scales, data))  # type: ignore[arg-type]
+            return Encoded(code, (scales, words), (scales, data))
     packed = levels(width)
-    return None if packed is None else Encoded(Uniform(width, limit, block or 0), packed)  # type: ignore[arg-type]
+    return None if packed is None else Encoded(Uniform(width, limit, block or 0), packed)

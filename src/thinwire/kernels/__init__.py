@@ -8,6 +8,7 @@ them, and return ``None`` when ``x + r`` holds a NaN or an infinity.
 
 import contextlib
 import contextvars
+import functools
 import importlib
 from collections.abc import Iterator
 from types import ModuleType
@@ -24,7 +25,12 @@ _NAMES = ("reference", "cpu")
 
 def on(device: torch.device) -> ModuleType:
     """The kernels for tensors of this device."""
-    name = _forced.get() or ("cpu" if device.type == "cpu" else "reference")
+    return _load(_forced.get() or ("cpu" if device.type == "cpu" else "reference"))
+
+
+@functools.cache
+def _load(name: str) -> ModuleType:
+    # Numba takes half a second to import, so not before the first kernel runs.
     return importlib.import_module(f"thinwire.kernels.{name}")
 
 

@@ -33,4 +33,4 @@ class Key(NamedTuple):
 
     def substream(self) -> "Key":
         """The key for the next consumer of the same encode (see `stream`)."""
-        return self._replace(stream=self.stream + 1)
+        return Key(self.seed, self.step, self.tensor, self.stream + 1)

@@ -20,18 +20,17 @@ class Section(NamedTuple):
     """The element type and length of one section."""
 
     dtype: torch.dtype
-    count: int
+    numel: int
 
     @property
     def num_bytes(self) -> int:
-        return self.count * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 def as_bytes(section: Tensor) -> Tensor:
     """The memory of a section as uint8."""
-    if not section.numel():  # views of empty tensors may have a stride of zero
-        return torch.empty(0, dtype=torch.uint8, device=section.device)
-    return section.contiguous().view(torch.uint8)
+    # A tensor of no or one element counts as contiguous whatever its stride says.
+    return section.contiguous().as_strided((section.numel(),), (1,)).view(torch.uint8)
 
 
 class Extent(NamedTuple):
@@ -65,6 +64,11 @@ class Code(ABC):
     """
 
     id: ClassVar[int]
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether the values are there to the last bit in the tensor's own type."""
+        return False
 
     def write(self) -> bytes:
         """The record of this code: its id, its integers as varints, then the nested records."""
@@ -105,7 +109,7 @@ class Code(ABC):
         """
 
     def values(self, opened: Any, extent: Extent, device: torch.device) -> Tensor:
-        """All values as a flat tensor of type extent.real."""
+        """All values as a flat tensor of type extent.real, which the caller does not write to."""
         out = torch.empty(extent.numel, dtype=extent.real, device=device)
         self.add(opened, extent, out, 1.0, Start(fresh=True))
         return out

@@ -2,9 +2,10 @@
 
     header | sections, widest elements first
 
-Nothing of a frame is believed. Its length must be exactly what the header implies, the checksum must
-fit, and positions and coded levels are decoded and checked before anybody can use them. What is
-allocated is bounded by the frame's own length, apart from what the claimed number of elements needs.
+Nothing of a frame is believed. Its length must be exactly what the header implies, the checksum
+must fit, and positions and coded levels are decoded and checked before anybody can use them. What
+is allocated is bounded by the frame's own length, apart from what the claimed number of elements
+needs.
 """
 
 import torch
@@ -36,7 +37,7 @@ def unpack(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Payload:
     """The payload in a frame.
 
     Args:
-        frame: a one-dimensional uint8 tensor; its memory is shared, not copied, where it is aligned.
+        frame: a one-dimensional uint8 tensor; its memory is shared, not copied, if it is aligned.
         max_numel: refuse frames that claim more elements than this.
 
     Raises:
@@ -56,6 +57,8 @@ def unpack(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Payload:
         header.code.check(extent)
     elif not header.non_finite:
         raise FrameError("a frame without content does not say that its tensor is non-finite")
+    if not header.dtype.is_floating_point and not header.code.verbatim:
+        raise FrameError(f"{header.dtype} in a code for real numbers")
     layout = header.code.sections(extent)
     _check_length(frame, header, layout)
     payload = Payload(

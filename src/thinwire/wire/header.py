@@ -15,7 +15,7 @@ FIXED = 20  # magic, dtype, flags, dimensions, a zero byte, checksum, fingerprin
 CHECKSUM = slice(8, 16)
 NON_FINITE = 1
 MOST_DIMENSIONS = 16
-MOST_DEPTH = 4
+MOST_DEPTH = 12  # what chains and Tiered can nest to
 ALIGNMENT = 8
 
 DTYPES = {

@@ -72,13 +72,19 @@ class Payload:
         """
         extent = self.extent
         real = extent.real if self.dtype.is_floating_point else self.dtype
-        if out.dtype == real:
+        copied = start.fresh and weight == 1
+        if out.dtype == real or (copied and out.dtype == self.dtype and self.code.verbatim):
             self.code.add(self.opened, extent, out, weight, start)
             return
-        begin(out, start)
         values = torch.empty(self.numel, dtype=real, device=out.device)
         self.code.add(self.opened, extent, values, 1.0, Start(fresh=True))
-        out.add_(values.mul_(weight) if weight != 1 else values)
+        if copied:
+            out.copy_(values if self.non_finite else _within(values, out.dtype))
+            return
+        begin(out, start)
+        if weight != 1:
+            values.mul_(weight if real.is_floating_point else int(weight))
+        out.add_(values)
 
     def restore(self, out: Tensor | None = None) -> Tensor:
         """A tensor of the payload's shape and type, or `out` overwritten."""
@@ -105,6 +111,14 @@ def add_all(payloads: Sequence[Payload], out: Tensor, weight: float = 1.0) -> No
         return
     for payload in payloads:
         payload.add_to(out, weight)
+
+
+def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values cut to the largest finite number of a narrower type, in place."""
+    if not dtype.is_floating_point or dtype.itemsize >= values.dtype.itemsize:
+        return values
+    top = torch.finfo(dtype).max
+    return values.clamp_(-top, top)
 
 
 def flat_view(t: Tensor) -> tuple[Tensor, Callable[[], object]]:

@@ -8,7 +8,7 @@ from thinwire.kernels.cpu.indices import (
     bitmap_encode,
     rice_decode,
     rice_encode,
-    rice_quotients,
+    rice_parameter,
 )
 from thinwire.kernels.cpu.pairs import add_pairs, encode_pairs
 from thinwire.kernels.cpu.powers import add_powers, encode_powers
@@ -47,7 +47,7 @@ __all__ = [
     "random_words",
     "rice_decode",
     "rice_encode",
-    "rice_quotients",
+    "rice_parameter",
     "scatter_add",
     "scatter_add_many",
     "take",

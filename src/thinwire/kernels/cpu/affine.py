@@ -44,7 +44,15 @@ def _levels(buffer, base, inverse, top, words, levels):
 
 
 @jit
-def _encode(x, r, first, lows, scales, packed, block, width, given, tiny, key):
+def _scale(low, high, top, tiny, highest, shrink):
+    """low + top * scale is at most high, and finite also when rounding goes up."""
+    half = min(0.5 * high - 0.5 * low, (0.5 * highest - 0.5 * low) * shrink)
+    return 2 * (half / top) if half >= tiny else 0.0
+
+
+@jit
+def _encode(x, r, first, lows, scales, packed, block, width, given, bounds, key):
+    tiny, highest, shrink = bounds
     top = np.float64((1 << width) - 1)
     span = block * max(1, SPAN // block)
     buffer = np.empty(min(block, x.size), x.dtype)
@@ -63,9 +71,8 @@ def _encode(x, r, first, lows, scales, packed, block, width, given, tiny, key):
             odd |= bad
             j = 0 if given else (lo + b) // block
             if not given:
-                half = 0.5 * np.float64(high) - 0.5 * np.float64(low)
                 lows[j] = low
-                scales[j] = 2 * (half / top) if half >= tiny else 0
+                scales[j] = _scale(np.float64(low), np.float64(high), top, tiny, highest, shrink)
             base = 0.5 * np.float64(lows[j])
             unit = 0.5 * np.float64(scales[j])
             inverse = 1 / unit if unit > 0 else 0.0
@@ -92,15 +99,15 @@ def encode_affine(
     With block None the (min, max) of the whole tensor come as `extent`.
     """
     xs, rs = arrays(x, r)
-    n, tiny = xs.size, TINY[xs.dtype]
+    n, info = xs.size, np.finfo(xs.dtype)
+    bounds = TINY[xs.dtype], float(info.max), 1 - 4 * float(info.eps)
     each = RUN if block is None else block
     given = extent is not None
     lows = np.empty(1 if given else -(-n // each), xs.dtype)
     scales = np.empty_like(lows)
     if extent is not None:
-        half = 0.5 * extent[1] - 0.5 * extent[0]
         lows[0] = extent[0]
-        scales[0] = 2 * (half / ((1 << width) - 1)) if half >= tiny else 0
+        scales[0] = _scale(*extent, float((1 << width) - 1), *bounds)
     packed = np.empty(packed_bytes(n, width), np.uint8)
     words = None if key is None else key_words(key)
 
@@ -109,7 +116,7 @@ def encode_affine(
         out = packed[packed_bytes(lo, width) :]
         return _encode(
             xs[lo:hi], part(rs, lo, hi), lo, lows[skip:], scales[skip:], out, each, width, given,
-            tiny, words,
+            bounds, words,
         )  # fmt: skip
 
     if any(threads.run(work, threads.ranges(n, block or SPAN))):

@@ -1,7 +1,7 @@
 """The checksum of frames: a sum over 64-bit words, each mixed with its place.
 
 mix() is a bijection, so a change within one word is always seen; the sum has no order, so threads
-and GPUs can share the work. Over 26 MB: 3 ms on one core, against 21 ms for zlib's CRC-32.
+and GPUs can share the work. Over 26 MB: 2.8 ms on one core, against 7.0 ms for zlib's CRC-32.
 """
 
 import numpy as np

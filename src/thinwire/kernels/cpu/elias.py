@@ -1,8 +1,8 @@
 """Elias-gamma code of quantised levels, as QSGD is specified with.
 
 A level q is written as the gamma code of |q| + 1, then its sign unless it is zero. As with indices,
-the unary parts lie in one stream and the binary ones (the bits below the leading one, then the sign)
-in a second, so that both can be read in parallel.
+the unary parts lie in one stream and the binary ones (the bits below the leading one, then the
+sign) in a second, so that both can be read in parallel.
 """
 
 import numpy as np

@@ -5,10 +5,13 @@ other. That costs not one bit more than the usual interleaving, and both streams
 following a chain of codewords.
 """
 
+import itertools
+
 import numpy as np
 import torch
-from numba.cpython.unsafe.numbers import trailing_zeros
+from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros
 
+from thinwire.kernels.cpu import threads
 from thinwire.kernels.cpu.jit import jit
 from thinwire.kernels.cpu.sparse import index_dtype
 
@@ -25,9 +28,22 @@ def _quotients(positions, parameter):
     return total
 
 
-def rice_quotients(positions: torch.Tensor, parameter: int) -> int:
-    """The sum of all gaps' quotients: what decides the length of the unary stream."""
-    return int(_quotients(positions.numpy(), parameter))
+@jit
+def _rice_parameter(positions, parameter):
+    bits = _quotients(positions, parameter) + positions.size * parameter
+    for step in (-1, 1):
+        while parameter + step >= 0:
+            other = _quotients(positions, parameter + step) + positions.size * (parameter + step)
+            if other >= bits:
+                break
+            parameter, bits = parameter + step, other
+    return parameter, bits - positions.size * parameter
+
+
+def rice_parameter(positions: torch.Tensor, guess: int) -> tuple[int, int]:
+    """The parameter with the fewest bits, downhill from a guess, and the sum of its quotients."""
+    parameter, quotients = _rice_parameter(positions.numpy(), guess)
+    return int(parameter), int(quotients)
 
 
 @jit
@@ -51,7 +67,7 @@ def _rice_encode(positions, parameter, unary, low):
 
 
 def rice_encode(positions: torch.Tensor, parameter: int, unary_words: int) -> torch.Tensor:
-    """The unary stream (its length known from `rice_quotients`), then the remainders."""
+    """The unary stream (its length known from `rice_parameter`), then the remainders."""
     count = positions.numel()
     out = np.zeros(unary_words + -(-count * parameter // 64), u64)
     _rice_encode(positions.numpy(), parameter, out[:unary_words], out[unary_words:])
@@ -59,9 +75,28 @@ def rice_encode(positions: torch.Tensor, parameter: int, unary_words: int) -> to
 
 
 @jit
-def _rice_decode(unary, low, parameter, n, out):
+def _ones(words):
+    """How many bits are set, and the place of the last one (-1 if none)."""
+    count, last = 0, np.int64(-1)
+    for w in range(words.size):
+        v = words[w]
+        if v:
+            last = 64 * w + 63 - np.int64(leading_zeros(v))
+        v = v - ((v >> u64(1)) & u64(0x5555555555555555))
+        v = (v & u64(0x3333333333333333)) + ((v >> u64(2)) & u64(0x3333333333333333))
+        v = (v + (v >> u64(4))) & u64(0x0F0F0F0F0F0F0F0F)
+        count += np.int64((v * u64(0x0101010101010101)) >> u64(56))
+    return count, last
+
+
+@jit
+def _rice_decode(unary, last, low, bit, parameter, n, out):
+    """Positions of one range of the unary stream, counted from the position before it.
+
+    `last` is the place of the last set bit before the range, from the range's begin (negative);
+    `bit` is where its remainders begin.
+    """
     done, before = 0, np.int64(-1)
-    last, bit = np.int64(-1), np.int64(0)
     mask = (u64(1) << u64(parameter)) - u64(1)
     for w in range(unary.size):
         word = unary[w]
@@ -90,9 +125,35 @@ def _rice_decode(unary, low, parameter, n, out):
 def rice_decode(words: torch.Tensor, count: int, parameter: int, unary_words: int, n: int):
     """The positions, or None if the streams do not hold exactly `count` of them below n."""
     stream = words.numpy().view(u64)
+    unary, low = stream[:unary_words], stream[unary_words:]
+    parts = threads.ranges(unary_words, least=1 << 11)
+    found = threads.run(lambda lo, hi: _ones(unary[lo:hi]), parts)
+    if sum(ones for ones, _ in found) != count:
+        return None
+    firsts = list(itertools.accumulate((ones for ones, _ in found), initial=0))
+    lasts, last = {}, -1
+    for (lo, _), (ones, place) in zip(parts, found, strict=True):
+        lasts[lo] = last - 64 * lo
+        last = 64 * lo + place if ones else last
     out = np.empty(count, index_dtype(n))
-    done = _rice_decode(stream[:unary_words], stream[unary_words:], parameter, n, out)
-    return torch.from_numpy(out) if done == count else None
+    ends = itertools.pairwise(firsts)
+    pieces = {lo: (out[a:b], a) for (lo, _), (a, b) in zip(parts, ends, strict=True)}
+
+    def work(lo, hi):
+        piece, first = pieces[lo]
+        return _rice_decode(unary[lo:hi], lasts[lo], low, first * parameter, parameter, n, piece)
+
+    if any(done < 0 for done in threads.run(work, parts)):
+        return None
+    end = -1
+    for piece, _ in pieces.values():
+        if piece.size:
+            if end + 1 + int(piece[-1]) >= n:
+                return None
+            if end >= 0:
+                piece += end + 1
+            end = int(piece[-1])
+    return torch.from_numpy(out)
 
 
 @jit

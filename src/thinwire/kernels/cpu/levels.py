@@ -8,7 +8,7 @@ import numpy as np
 
 from thinwire.kernels.cpu.jit import jit
 
-u8, u64 = np.uint8, np.uint64
+u8, u32, u64 = np.uint8, np.uint32, np.uint64
 TRITS = 0
 
 
@@ -20,21 +20,30 @@ def packed_bytes(count, width):
 
 @jit
 def _pack_trits(levels, out):
-    for g in range(out.size):
-        byte, unit = 0, 1
-        for i in range(5 * g, min(5 * g + 5, levels.size)):
-            byte += levels[i] * unit
-            unit *= 3
+    whole = levels.size // 5
+    for g in range(whole):
+        high = u8(levels[5 * g + 3] + u8(3) * levels[5 * g + 4])
+        high = u8(levels[5 * g + 2] + u8(3) * high)
+        high = u8(levels[5 * g + 1] + u8(3) * high)
+        out[g] = u8(levels[5 * g] + u8(3) * high)
+    for g in range(whole, out.size):
+        byte = 0
+        for i in range(levels.size - 1, 5 * g - 1, -1):
+            byte = 3 * byte + levels[i]
         out[g] = byte
 
 
 @jit
 def _unpack_trits(packed, levels):
-    for g in range(packed.size):
-        byte = np.int32(packed[g])
-        for i in range(5 * g, min(5 * g + 5, levels.size)):
-            levels[i] = byte % 3
-            byte //= 3
+    whole = levels.size // 5
+    for g in range(whole):
+        byte = u32(packed[g])
+        for i in range(5):
+            third = u32((byte * u32(171)) >> u32(9))  # byte // 3 for all bytes
+            levels[5 * g + i] = u8(byte - u32(3) * third)
+            byte = third
+    for i in range(5 * whole, levels.size):
+        levels[i] = (packed[whole] // 3 ** (i - 5 * whole)) % 3
 
 
 @jit

@@ -3,8 +3,6 @@
 The bits do not depend on the pair, so one pass writes them and sums both halves.
 """
 
-import math
-
 import numpy as np
 import torch
 
@@ -13,7 +11,7 @@ from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, jit, piece, sum_j
 from thinwire.kernels.cpu.sparse import arrays, part
 
 u8, u32, u64 = np.uint8, np.uint32, np.uint64
-RUN = 1 << 10  # elements a partial sum covers when the pair is for the whole tensor
+RUN = 1 << 12  # elements a partial sum covers when the pair is for the whole tensor
 
 
 @sum_jit
@@ -82,14 +80,16 @@ def encode_pairs(x: torch.Tensor, r: torch.Tensor | None, *, block: int | None, 
     lengths = np.full(rows, each)
     lengths[-1] = n - each * (rows - 1)
     if block is None:
-        sums = np.array([[math.fsum(sums[:, 0]), math.fsum(sums[:, 1])]])
+        sums = sums.sum(0, keepdims=True)
         counts, lengths = counts.sum(keepdims=True), np.array([n])
     if scaled:
         high = (sums[:, 0] - sums[:, 1]) / lengths / unit
         pairs = np.stack([-high, high], 1)
     else:
-        of = np.stack([lengths - counts, counts], 1)
-        pairs = sums[:, ::-1] / np.maximum(of, 1) / unit
+        pairs = sums[:, ::-1]
+        pairs[:, 0] /= np.maximum(lengths - counts, 1)
+        pairs[:, 1] /= np.maximum(counts, 1)
+        pairs /= unit
     return torch.from_numpy(pairs.astype(xs.dtype)), torch.from_numpy(packed)
 
 

@@ -1,7 +1,7 @@
 """Rounding to powers of two: sign and a 7-bit exponent below the tensor's largest, a byte each.
 
-Code 0 is zero, code c in 1..127 the magnitude 2^(top + c - 127). Between two powers the upper one is
-taken with the probability that makes the mean exact.
+Code 0 is zero, code c in 1..127 the magnitude 2^(top + c - 127). Between two powers the upper one
+is taken with the probability that makes the mean exact.
 """
 
 import math

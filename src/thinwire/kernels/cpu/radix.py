@@ -24,7 +24,7 @@ def _histogram(x, r, prefix, shift, width, counts):
 
 
 @jit
-def _keep(x, r, bound, ties, first, out):
+def keep(x, r, bound, ties, first, out):
     """Positions of all magnitudes above `bound` and of the first `ties` equal to it."""
     found = 0
     for i in range(x.size):
@@ -45,7 +45,7 @@ def few_top_k(values, k: int):
     bound = np.partition(bits, bits.size - k)[bits.size - k]
     ties = k - np.count_nonzero(bits > bound)
     out = np.empty(k, np.int64)
-    _keep(values, None, np.int64(bound), ties, 0, out)
+    keep(values, None, np.int64(bound), ties, 0, out)
     return out
 
 
@@ -84,6 +84,6 @@ def exact_top_k(x, r, k: int):
     def work(lo, hi):
         out = np.empty(min(hi - lo, k), np.int64)
         rs = None if r is None else r[lo:hi]
-        return out[: _keep(x[lo:hi], rs, prefix, quota[lo], lo, out)]
+        return out[: keep(x[lo:hi], rs, prefix, quota[lo], lo, out)]
 
     return np.concatenate(threads.run(work, parts))

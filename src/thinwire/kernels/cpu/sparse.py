@@ -12,18 +12,20 @@ import torch
 from numba.cpython.unsafe.numbers import trailing_zeros
 
 from thinwire.kernels.cpu import threads
-from thinwire.kernels.cpu.jit import INFINITY_BITS, INTEGER, jit, magnitude, piece
-from thinwire.kernels.cpu.radix import exact_top_k, few_top_k
+from thinwire.kernels.cpu.jit import ADD, INFINITY_BITS, INTEGER, ZERO, jit, magnitude, piece
+from thinwire.kernels.cpu.radix import exact_top_k, few_top_k, keep
 
 u32, u64 = np.uint32, np.uint64
-SAMPLE = 1 << 16
+SAMPLE = 1 << 15
+SMALL = 1 << 16
 BLOCK = 512
+NEAR = 1 << 14  # elements whose memory stays in the second-level cache
 REGION = 1 << 20  # elements; 4 MB of float32 stay in the last-level cache
 
 
 def index_dtype(n: int):
     """The smallest integer type that numbers n elements."""
-    return np.dtype(np.int32) if n < 1 << 31 else np.dtype(np.int64)
+    return np.int32 if n < 1 << 31 else np.int64
 
 
 def arrays(x: torch.Tensor, r: torch.Tensor | None):
@@ -76,22 +78,26 @@ def _collect(x, r, bound, first, positions, values):
     return found, top
 
 
+@jit
+def _rank(size, k, n):
+    """Which of `size` samples surely lies below the k-th magnitude: four standard deviations."""
+    expected = size * k / n
+    return np.int64(expected + 4 * np.sqrt(expected) + 8)
+
+
 def _bracket(x, r, k: int):
     """A bound that about 1.2 k elements reach, and the share of elements expected there."""
-    size = min(SAMPLE, max(1024, x.size // 64))
-    sample = np.empty(size, INTEGER[x.dtype])
+    sample = np.empty(SAMPLE, INTEGER[x.dtype])
     _sample(x, r, sample)
-    expected = size * k / x.size
-    # Four standard deviations of the sample's count below the k-th magnitude.
-    rank = int(expected + 4 * expected**0.5 + 8)
-    if rank >= size:
+    rank = _rank(SAMPLE, k, x.size)
+    if rank >= SAMPLE:
         return None
-    return np.partition(sample, size - rank)[size - rank], rank / size
+    return np.partition(sample, SAMPLE - rank)[SAMPLE - rank], rank / SAMPLE
 
 
 def _candidates(x, r, k: int):
     """(positions, values, top magnitude) of a superset of the top k, or None if misled."""
-    bracket = _bracket(x, r, k) if x.size >= 4096 else None
+    bracket = _bracket(x, r, k)
     if bracket is None:
         return None
     bound, share = bracket
@@ -113,17 +119,55 @@ def _candidates(x, r, k: int):
     return np.concatenate(positions), np.concatenate(values), top
 
 
+@jit
+def _small_top_k(x, r, k, sample, positions, values):
+    """All steps in one call, for tensors so small that calls count; -1 as count if misled.
+
+    Without a sample every element is a candidate.
+    """
+    bound = magnitude(x.dtype.type(0))
+    if sample.size:
+        _sample(x, r, sample)
+        rank = _rank(sample.size, k, x.size)
+        if rank >= sample.size:
+            return -1, bound
+        bound = np.partition(sample, sample.size - rank)[sample.size - rank]
+    found, top = _collect(x, r, bound, 0, positions, values)
+    if found < k:
+        return -1, bound
+    if found > k:
+        bits = np.empty(found, sample.dtype)
+        for i in range(found):
+            bits[i] = magnitude(values[i])
+        edge = np.partition(bits, found - k)[found - k]
+        chosen = np.empty(k, np.int64)
+        keep(values[:found], None, np.int64(edge), k - np.sum(bits > edge), 0, chosen)
+        for i in range(k):
+            positions[i] = positions[chosen[i]]
+            values[i] = values[chosen[i]]
+    return k, top
+
+
+def _try_small(x, r, k: int):
+    """(positions, values, top magnitude) of the top k, or None if misled."""
+    sample = np.empty(max(1024, x.size // 64) if x.size >= 4096 else 0, INTEGER[x.dtype])
+    positions = np.empty(x.size + 8, index_dtype(x.size))
+    values = np.empty(x.size + 8, x.dtype)
+    found, top = _small_top_k(x, r, k, sample, positions, values)
+    return None if found < 0 else (positions[:k].copy(), values[:k].copy(), top)
+
+
 def top_k(x: torch.Tensor, r: torch.Tensor | None, k: int):
     """(positions, values) of the k largest |x + r|, ascending positions, ties to the lower one."""
     xs, rs = arrays(x, r)
-    candidates = _candidates(xs, rs, k)
-    if candidates is None:
+    found = _try_small(xs, rs, k) if xs.size <= SMALL else _candidates(xs, rs, k)
+    if found is None:
         chosen = exact_top_k(xs, rs, k)
         if chosen is None:
             return None
-        positions = chosen.astype(index_dtype(xs.size), copy=False)
-        return torch.from_numpy(positions), take(x, r, torch.from_numpy(positions))
-    positions, values, top = candidates
+        at = torch.from_numpy(chosen.astype(index_dtype(xs.size), copy=False))
+        return at, take(x, r, at)
+    positions, values, top = found
     if top >= INFINITY_BITS[xs.dtype]:
         return None
     if positions.size > k:
@@ -181,43 +225,92 @@ def all_finite(x: torch.Tensor, r: torch.Tensor | None) -> bool:
 
 
 @jit
-def _take(x, r, positions, out):
-    for i in range(positions.size):
-        j = positions[i]
-        out[i] = x[j] if r is None else x[j] + r[j]
+def _take(x, r, first, positions, out):
+    """Gather, and look for odd values, block by block; positions count from before x's begin."""
+    odd = u32(0)
+    done = 0
+    for lo in range(0, x.size, NEAR):
+        hi = min(lo + NEAR, x.size)
+        own, other = x[lo:hi], piece(r, lo, hi)
+        for i in range(hi - lo):
+            p = own[i] if r is None else own[i] + other[i]
+            odd |= u32(not (abs(p) < np.inf))
+        base = first + lo
+        while done < positions.size and positions[done] < first + hi:
+            i = positions[done] - base
+            out[done] = own[i] if r is None else own[i] + other[i]
+            done += 1
+    return odd != 0
 
 
-def take(x: torch.Tensor, r: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
-    """(x + r)[positions]."""
+def take(x: torch.Tensor, r: torch.Tensor | None, positions: torch.Tensor):
+    """(x + r)[positions], ascending positions; None if not all of x + r is finite."""
     (xs, rs), at = arrays(x, r), positions.numpy()
     out = np.empty(at.size, xs.dtype)
-    threads.run(
-        lambda lo, hi: _take(xs, rs, at[lo:hi], out[lo:hi]), threads.ranges(at.size, least=1 << 14)
-    )
-    return torch.from_numpy(out)
+
+    def work(lo, hi):
+        a, b = (0, at.size) if hi - lo == xs.size else np.searchsorted(at, (lo, hi))
+        return _take(xs[lo:hi], part(rs, lo, hi), lo, at[a:b], out[a:b])
+
+    return None if any(threads.run(work, threads.ranges(xs.size))) else torch.from_numpy(out)
 
 
 @jit
-def _scatter_add(out, positions, values, weight):
-    for i in range(positions.size):
-        out[positions[i]] += weight * values[i]
+def _scatter_add(out, mode, x, first, positions, values, weight):
+    """Start out and add to it, block by block; positions count from `first` before out's begin."""
+    done = 0
+    for lo in range(0, out.size, NEAR):
+        hi = min(lo + NEAR, out.size)
+        here, other = out[lo:hi], x[lo:hi]
+        if mode == ZERO:
+            here[:] = 0
+        elif mode == ADD:
+            for i in range(hi - lo):
+                here[i] += other[i]
+        base = first + lo
+        while done < positions.size and positions[done] < first + hi:
+            here[positions[done] - base] += weight * values[done]
+            done += 1
 
 
-def scatter_add(out, positions, values, weight: float) -> None:
-    """out[positions] += weight * values; positions ascending and distinct."""
+def scatter_add(
+    out: torch.Tensor,
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    weight: float,
+    fresh: bool = False,
+    plus: torch.Tensor | None = None,
+) -> None:
+    """out[positions] += weight * values, after zeroing out or adding a tensor to it.
+
+    Positions are ascending and distinct.
+    """
     o, at, v = out.numpy(), positions.numpy(), values.numpy()
     w = o.dtype.type(weight)
-    threads.run(
-        lambda lo, hi: _scatter_add(o, at[lo:hi], v[lo:hi], w),
-        threads.ranges(at.size, least=1 << 14),
-    )
+    if not fresh and plus is None:
+        _scatter(o, at, v, w)
+        return
+    other, mode = (o, ZERO) if plus is None else (plus.numpy(), ADD)
+
+    def work(lo, hi):
+        a, b = (0, at.size) if hi - lo == o.size else np.searchsorted(at, (lo, hi))
+        _scatter_add(o[lo:hi], mode, other[lo:hi], lo, at[a:b], v[a:b], w)
+
+    threads.run(work, threads.ranges(o.size))
+
+
+@jit
+def _scatter(out, positions, values, weight):
+    for i in range(positions.size):
+        out[positions[i]] += weight * values[i]
 
 
 def scatter_add_many(out, items, weight: float) -> None:
     """`scatter_add` of several (positions, values), in their order, to the same bits.
 
-    Region by region, so that a cache line of `out` is fetched once and not once an item: eight items
-    of 1 % density take 1.5x the time of ``r += g`` instead of 2.6x.
+    Region by region, so that a cache line of `out` is fetched once and not once an item: eight
+    items of 1 % density take 1.5x the time of ``r += g`` instead of 2.6x.
     """
     o = out.numpy()
     w = o.dtype.type(weight)
@@ -228,6 +321,6 @@ def scatter_add_many(out, items, weight: float) -> None:
         for region in range(lo, hi):
             for at, v, ends in cut:
                 a, b = ends[region], ends[region + 1]
-                _scatter_add(o, at[a:b], v[a:b], w)
+                _scatter(o, at[a:b], v[a:b], w)
 
     threads.run(work, threads.ranges(len(edges) - 1, least=1))

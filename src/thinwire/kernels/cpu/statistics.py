@@ -4,8 +4,6 @@ Partial results are kept for runs of fixed length and combined in order, so that
 never shows.
 """
 
-import math
-
 import numpy as np
 import torch
 
@@ -68,4 +66,5 @@ def moments(x: torch.Tensor, r: torch.Tensor | None, unit: float):
         _moments(xs[lo:hi], part(rs, lo, hi), unit, out[lo // RUN : -(-hi // RUN)])
 
     threads.run(work, threads.ranges(xs.size, RUN))
-    return math.fsum(out[:, 0]) / xs.size, math.fsum(out[:, 1]) / xs.size
+    total, squares = out.sum(0)
+    return float(total) / xs.size, float(squares) / xs.size

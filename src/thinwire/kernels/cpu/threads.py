@@ -24,9 +24,9 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 def ranges(n: int, quantum: int = 1, least: int = LEAST) -> list[Range]:
     """Cut [0, n) into at most one range a thread, each starting at a multiple of `quantum`."""
-    threads = min(torch.get_num_threads(), max(1, n // least))
-    if threads == 1:
+    if n < 2 * least:
         return [(0, n)]
+    threads = min(torch.get_num_threads(), n // least)
     step = -(-n // threads)
     step = -(-step // quantum) * quantum
     return [(lo, min(n, lo + step)) for lo in range(0, n, step)]

@@ -77,26 +77,27 @@ def _stochastic(buffer, inverse, limit, words, levels):
 
 
 @jit
-def _scale(buffer, bits, limit, rule, tiny, highest):
+def _scale(buffer, bits, limit, rule, tiny, highest, ceiling):
     """(scale, what to multiply by for levels) of a block with this top magnitude."""
     real = buffer.dtype.type
     peak = from_magnitude(bits, real(0))
     if peak < tiny:
         return real(0), real(0)
     if rule == PEAK:
-        return peak / real(limit), real(limit) / peak
+        return min(peak / real(limit), ceiling), real(limit) / peak
     norm = _norm(buffer, peak, highest)
-    return real(norm / limit), real(limit / norm)
+    return min(real(norm / limit), ceiling), real(limit / norm)
 
 
 @jit
-def _encode(x, r, first, scales, packed, block, limit, width, rule, tiny, highest, key):
+def _encode(x, r, first, scales, packed, block, limit, width, rule, bounds, key):
     """Quantise one range; return the largest magnitude's bits."""
     span = block * max(1, SPAN // block)
     buffer = np.empty(min(block, x.size), x.dtype)
     levels = np.empty(min(span, x.size), np.uint8)
     words = np.empty(0 if key is None else span + 1024, np.uint32)
     real = x.dtype.type
+    tiny, highest, ceiling = real(bounds[0]), bounds[1], real(bounds[2])
     top = magnitude(real(0))
     for lo in range(0, x.size, span):
         count = min(span, x.size - lo)
@@ -112,7 +113,7 @@ def _encode(x, r, first, scales, packed, block, limit, width, rule, tiny, highes
                 scale = scales[0]
                 inverse = real(1) / scale if scale > 0 else real(0)
             else:
-                scale, inverse = _scale(own, bits, limit, rule, tiny, highest)
+                scale, inverse = _scale(own, bits, limit, rule, tiny, highest, ceiling)
                 scales[(lo + b) // block] = scale
             if key is None:
                 _nearest(own, inverse, limit, levels[b:e])
@@ -143,17 +144,22 @@ def encode_uniform(
     n = xs.size
     given = rule == "given"
     each = RUN if block is None else block
-    scales = np.full(1, scale, xs.dtype) if given else np.empty(-(-n // each), xs.dtype)
+    info = np.finfo(xs.dtype)
+    # The largest scale whose product with the limit is finite, also when rounding goes up.
+    ceiling = float(info.max) / limit * (1 - 4 * float(info.eps))
+    bounds = TINY[xs.dtype], float(info.max), ceiling
+    scales = (
+        np.full(1, min(scale, ceiling), xs.dtype) if given else np.empty(-(-n // each), xs.dtype)
+    )
     packed = np.empty(packed_bytes(n, width), np.uint8)
     words = None if key is None else key_words(key)
-    tiny, highest = xs.dtype.type(TINY[xs.dtype]), float(np.finfo(xs.dtype).max)
 
     def work(lo, hi):
         own = scales if given else scales[lo // each :]
         out = packed[packed_bytes(lo, width) :]
         return _encode(
-            xs[lo:hi], part(rs, lo, hi), lo, own, out, each, limit, width, RULES[rule], tiny,
-            highest, words,
+            xs[lo:hi], part(rs, lo, hi), lo, own, out, each, limit, width, RULES[rule], bounds,
+            words,
         )  # fmt: skip
 
     tops = threads.run(work, threads.ranges(n, block or SPAN))

@@ -1,4 +1,4 @@
-"""The same kernels in plain PyTorch, for any device: short, eager, and the meaning of the others."""
+"""The same kernels in plain PyTorch, for any device: short, and the meaning of the others."""
 
 from thinwire.kernels.reference.affine import add_affine, encode_affine
 from thinwire.kernels.reference.bits import (
@@ -9,7 +9,7 @@ from thinwire.kernels.reference.bits import (
     elias_encode,
     rice_decode,
     rice_encode,
-    rice_quotients,
+    rice_parameter,
 )
 from thinwire.kernels.reference.pairs import add_pairs, encode_pairs
 from thinwire.kernels.reference.powers import add_powers, encode_powers
@@ -48,7 +48,7 @@ __all__ = [
     "random_words",
     "rice_decode",
     "rice_encode",
-    "rice_quotients",
+    "rice_parameter",
     "scatter_add",
     "scatter_add_many",
     "take",

@@ -31,6 +31,10 @@ def encode_affine(
         lows, highs = (torch.full((1,), v, dtype=p.dtype, device=p.device) for v in extent)
     top = (1 << width) - 1
     half = 0.5 * highs.double() - 0.5 * lows.double()
+    info = torch.finfo(p.dtype)
+    # low + top * scale stays finite, also when rounding goes up.
+    room = (0.5 * info.max - 0.5 * lows.double()) * (1 - 4 * info.eps)
+    half = torch.minimum(half, room)
     scales = torch.where(half >= TINY[p.dtype], 2 * (half / top), 0).to(p.dtype)
     unit = 0.5 * scales.double().unsqueeze(1)
     inverse = torch.where(unit > 0, 1 / unit, 0)

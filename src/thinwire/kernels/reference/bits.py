@@ -29,9 +29,18 @@ def _gaps(positions: Tensor) -> Tensor:
     return torch.diff(positions.long(), prepend=before) - 1
 
 
-def rice_quotients(positions: Tensor, parameter: int) -> int:
-    """The sum of all gaps' quotients: what decides the length of the unary stream."""
-    return int((_gaps(positions) >> parameter).sum())
+def rice_parameter(positions: Tensor, guess: int) -> tuple[int, int]:
+    """The parameter with the fewest bits, downhill from a guess, and the sum of its quotients."""
+    gaps, count = _gaps(positions), positions.numel()
+
+    def bits(parameter: int) -> int:
+        return int((gaps >> parameter).sum()) + count * parameter
+
+    best, size = guess, bits(guess)
+    for step in (-1, 1):
+        while best + step >= 0 and (other := bits(best + step)) < size:
+            best, size = best + step, other
+    return best, size - count * best
 
 
 def rice_encode(positions: Tensor, parameter: int, unary_words: int) -> Tensor:

@@ -46,7 +46,7 @@ def random_words(count: int, key: Key, device: torch.device | None = None) -> Te
 
 
 def random_positions(n: int, k: int, key: Key, device: torch.device | None = None) -> Tensor:
-    """k distinct positions below n, ascending: the first k values below n of a keyed permutation."""
+    """k distinct positions below n, ascending: the first such values of a keyed permutation."""
     width = max(8, (n - 1).bit_length())
     left = width // 2
     right = width - left

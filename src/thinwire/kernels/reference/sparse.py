@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from thinwire.kernels.reference.sum import total
+from thinwire.kernels.reference.sum import begin, total
 
 Chosen = tuple[Tensor, Tensor]
 
@@ -41,19 +41,27 @@ def above(x: Tensor, r: Tensor | None, value: float) -> Chosen | None:
     return positions.to(index_dtype(p.numel())), p[positions]
 
 
-def take(x: Tensor, r: Tensor | None, positions: Tensor) -> Tensor:
-    """(x + r)[positions]."""
-    at = positions.long()
-    return x[at] if r is None else x[at] + r[at]
+def take(x: Tensor, r: Tensor | None, positions: Tensor) -> Tensor | None:
+    """(x + r)[positions], ascending positions; None if not all of x + r is finite."""
+    p = total(x, r)
+    return p[positions.long()] if bool(torch.isfinite(p).all()) else None
 
 
-def scatter_add(out: Tensor, positions: Tensor, values: Tensor, weight: float) -> None:
-    """out[positions] += weight * values; positions ascending and distinct."""
-    at = positions.long()
-    out[at] += (values * weight).to(out.dtype)
+def scatter_add(
+    out: Tensor,
+    positions: Tensor,
+    values: Tensor,
+    *,
+    weight: float,
+    fresh: bool = False,
+    plus: Tensor | None = None,
+) -> None:
+    """out[positions] += weight * values, after zeroing out or adding a tensor to it."""
+    begin(out, fresh, plus)
+    out[positions.long()] += (values * weight).to(out.dtype)
 
 
 def scatter_add_many(out: Tensor, items: list[Chosen], weight: float) -> None:
     """`scatter_add` of several (positions, values), in their order."""
     for positions, values in items:
-        scatter_add(out, positions, values, weight)
+        scatter_add(out, positions, values, weight=weight)

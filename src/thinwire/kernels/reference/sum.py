@@ -9,14 +9,19 @@ def total(x: Tensor, r: Tensor | None) -> Tensor:
     return x if r is None else x + r
 
 
-def add(
-    out: Tensor, values: Tensor, weight: float, fresh: bool = False, plus: Tensor | None = None
-) -> None:
-    """out += weight * values, after zeroing out (`fresh`) or adding another tensor (`plus`)."""
+def begin(out: Tensor, fresh: bool, plus: Tensor | None) -> None:
+    """Zero out, or add another tensor to it, or neither."""
     if fresh:
         out.zero_()
     elif plus is not None:
         out += plus
+
+
+def add(
+    out: Tensor, values: Tensor, weight: float, fresh: bool = False, plus: Tensor | None = None
+) -> None:
+    """out += weight * values, after zeroing out (`fresh`) or adding another tensor (`plus`)."""
+    begin(out, fresh, plus)
     out += (values * weight).to(out.dtype)
 
 

@@ -11,6 +11,12 @@ from thinwire.kernels.reference.sum import add, blocks, total
 TINY = {torch.float32: 2.0**-118, torch.float64: 2.0**-800}
 
 
+def highest_scale(dtype: torch.dtype, limit: int) -> float:
+    """The largest scale whose product with `limit` is finite, also when rounding goes up."""
+    info = torch.finfo(dtype)
+    return info.max / limit * (1 - 4 * info.eps)
+
+
 def _scales(rows: Tensor, limit: int, rule: str) -> tuple[Tensor, Tensor]:
     """The scale of each row and what to multiply by to get levels (zero for tiny rows)."""
     peak = rows.abs().amax(1)
@@ -22,6 +28,7 @@ def _scales(rows: Tensor, limit: int, rule: str) -> tuple[Tensor, Tensor]:
     else:
         scale, inverse = peak / limit, limit / peak
     tiny = peak < TINY[rows.dtype]
+    scale = scale.clamp_max(highest_scale(rows.dtype, limit))
     return scale.masked_fill(tiny, 0), inverse.masked_fill(tiny, 0)
 
 
@@ -39,6 +46,7 @@ def encode_uniform(
     """(scales, packed levels), or None if not all finite."""
     p = total(x, r)
     if rule == "given":
+        scale = min(scale, highest_scale(p.dtype, limit))
         scales = torch.full((1,), scale, dtype=p.dtype, device=p.device)
         rows = p.unsqueeze(0)
         inverse = torch.where(scales > 0, 1 / scales, 0)

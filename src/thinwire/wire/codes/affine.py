@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.errors import FrameError
 from thinwire.wire.code import KEEP, Code, Extent, Section, Start
-from thinwire.wire.codes.uniform import blocks, check_block
+from thinwire.wire.codes.uniform import blocks, check_block, fit
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Affine(Code):
             lows,
             scales,
             width=self.width,
-            block=self.block or None,
+            block=fit(self.block, extent.numel),
             weight=weight,
             fresh=start.fresh,
             plus=start.plus,

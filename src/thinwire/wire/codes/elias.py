@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.errors import FrameError
 from thinwire.wire.code import KEEP, Code, Extent, Section, Start
-from thinwire.wire.codes.uniform import blocks, check_block, check_levels
+from thinwire.wire.codes.uniform import blocks, check_block, check_levels, fit
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Elias(Code):
         check_block(self.block)
         if extent.numel > 64 * self.unary_words:
             raise FrameError(f"{self.unary_words} words cannot hold {extent.numel} levels")
+        if max(self.unary_words, self.binary_words) > -(-extent.numel // 8):
+            raise FrameError(f"more words than {extent.numel} levels can fill")
 
     def sections(self, extent: Extent) -> list[Section]:
         return [
@@ -56,7 +58,7 @@ class Elias(Code):
             scales,
             limit=self.limit,
             width=8,
-            block=self.block or None,
+            block=fit(self.block, extent.numel),
             weight=weight,
             fresh=start.fresh,
             plus=start.plus,

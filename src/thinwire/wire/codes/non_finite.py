@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from thinwire.errors import FrameError
 from thinwire.wire.code import KEEP, Code, Extent, Section, Start
 
 
@@ -16,7 +17,7 @@ class NonFinite(Code):
     id: ClassVar[int] = 0
 
     def check(self, extent: Extent) -> None:
-        pass
+        raise FrameError("a code without content stands inside another")
 
     def sections(self, extent: Extent) -> list[Section]:
         return []

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.wire.code import KEEP, Code, Extent, Section, Start
-from thinwire.wire.codes.uniform import blocks, check_block
+from thinwire.wire.codes.uniform import blocks, check_block, fit
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Pairs(Code):
             out,
             bits,
             pairs.view(-1, 2),
-            block=self.block or None,
+            block=fit(self.block, extent.numel),
             weight=weight,
             fresh=start.fresh,
             plus=start.plus,

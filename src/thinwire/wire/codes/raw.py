@@ -27,12 +27,12 @@ def plain_add(values: Tensor, out: Tensor, weight: float, start: Start) -> None:
         out.copy_(values)
         return
     begin(out, start)
-    if weight == 1:
-        out.add_(values)
-    elif out.is_floating_point():
-        out.add_(values.to(out.dtype).mul(weight))
-    else:
+    if not out.is_floating_point():
         out.add_(values, alpha=int(weight))
+    elif abs(weight) == 1:  # with any other weight torch may fuse product and sum
+        out.add_(values, alpha=weight)
+    else:
+        out.add_(values.to(out.dtype).mul(weight))
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class Raw(Code):
 
     id: ClassVar[int] = 1
 
+    @property
+    def verbatim(self) -> bool:
+        return True
+
     def check(self, extent: Extent) -> None:
         pass
 
@@ -48,10 +52,14 @@ class Raw(Code):
         return [Section(extent.dtype, extent.numel)]
 
     def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
-        if extent.dtype == torch.bool and extent.numel:
-            if int(sections[0].view(torch.uint8).max()) > 1:
-                raise FrameError("a truth value is neither 0 nor 1")
+        truth = extent.dtype == torch.bool and extent.numel > 0
+        if truth and int(sections[0].view(torch.uint8).max()) > 1:
+            raise FrameError("a truth value is neither 0 nor 1")
         return tuple(sections)
+
+    def values(self, opened: Any, extent: Extent, device: torch.device) -> Tensor:
+        values: Tensor = opened[0].to(extent.real)
+        return values
 
     def add(
         self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP

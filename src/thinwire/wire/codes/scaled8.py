@@ -33,7 +33,8 @@ class Scaled8(Code):
     ) -> None:
         scales, data = opened
         values = data.view(torch.float8_e4m3fn).to(extent.real)
-        plain_add(scale_blocks(values, scales, self.block), out, weight, start)
+        block = min(self.block, max(1, extent.numel))
+        plain_add(scale_blocks(values, scales, block), out, weight, start)
 
 
 def scale_blocks(values: Tensor, factors: Tensor, block: int) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.errors import FrameError
 from thinwire.wire.code import KEEP, Code, Extent, Section, Start
-from thinwire.wire.codes.raw import begin
 
 PLAIN, BITMAP, RICE = 0, 1, 2
 
@@ -22,8 +21,9 @@ def plain_dtype(numel: int) -> torch.dtype:
 
 def scatter(positions: Tensor, values: Tensor, out: Tensor, weight: float, start: Start) -> None:
     """Add sparse values to out after `start`."""
-    begin(out, start)
-    kernels.on(out.device).scatter_add(out, positions, values, weight)
+    kernels.on(out.device).scatter_add(
+        out, positions, values, weight=weight, fresh=start.fresh, plus=start.plus
+    )
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ class Sparse(Code):
             raise FrameError(f"unknown form {self.form} of positions")
         if self.parameter > 48 or (self.form != RICE and (self.parameter or self.unary_words)):
             raise FrameError(f"Rice parameter {self.parameter} makes no sense here")
+        if self.parameter > extent.numel.bit_length() or 64 * (self.unary_words - 1) > (
+            extent.numel + self.count
+        ):
+            raise FrameError(f"longer Rice codes than {self.count} positions can have")
         self.inner.check(self._inner_extent(extent))
 
     def _inner_extent(self, extent: Extent) -> Extent:
@@ -83,8 +87,8 @@ class Sparse(Code):
             found = kernel.rice_decode(section, self.count, self.parameter, self.unary_words, numel)
         if found is None:
             raise FrameError(f"positions: not exactly {self.count} that lie inside the tensor")
-        positions = found
-        return positions
+        decoded: Tensor = found
+        return decoded
 
     def picked(self, opened: Any, extent: Extent) -> tuple[Tensor, Tensor]:
         """(positions, values)."""
@@ -101,36 +105,21 @@ class Sparse(Code):
 def write_positions(positions: Tensor, numel: int) -> tuple[dict[str, int], Tensor]:
     """Positions in their smallest form: the parameters of `Sparse`, and the section."""
     count = positions.numel()
+    kernel = kernels.on(positions.device)
     plain = Section(plain_dtype(numel), count).num_bytes
     bitmap = 8 * -(-numel // 64)
-    parameter, rice = _best_rice(positions, numel)
-    unary_words = rice - -(-count * parameter // 64)
-    kernel = kernels.on(positions.device)
-    if plain <= min(bitmap, 8 * rice):
+    parameter = unary_words = rice = 0
+    if count:
+        # ln 2 times the mean gap is the best divisor for geometric gaps; others are near.
+        guess = max(0, int(0.69 * numel / count).bit_length() - 1)
+        parameter, quotients = kernel.rice_parameter(positions, guess)
+        unary_words = -(-(quotients + count) // 64)
+        rice = 8 * (unary_words + -(-count * parameter // 64))
+    if plain <= min(bitmap, rice):
         settings = {"form": PLAIN, "parameter": 0, "unary_words": 0}
         return settings, positions.to(plain_dtype(numel))
-    if bitmap <= 8 * rice:
+    if bitmap <= rice:
         settings = {"form": BITMAP, "parameter": 0, "unary_words": 0}
         return settings, kernel.bitmap_encode(positions, numel)
     settings = {"form": RICE, "parameter": parameter, "unary_words": unary_words}
     return settings, kernel.rice_encode(positions, parameter, unary_words)
-
-
-def _best_rice(positions: Tensor, numel: int) -> tuple[int, int]:
-    """The Rice parameter with the fewest 64-bit words, and their number."""
-    count = positions.numel()
-    kernel = kernels.on(positions.device)
-
-    def words(parameter: int) -> int:
-        unary = kernel.rice_quotients(positions, parameter) + count
-        return int(-(-unary // 64)) + -(-count * parameter // 64)
-
-    if count == 0:
-        return 0, 0
-    # ln 2 times the mean gap is the best divisor for geometric gaps; then walk downhill.
-    best = max(0, int(0.69 * numel / count).bit_length() - 1)
-    size = words(best)
-    for step in (-1, 1):
-        while best + step >= 0 and (other := words(best + step)) < size:
-            best, size = best + step, other
-    return best, size

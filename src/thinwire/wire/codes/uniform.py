@@ -18,6 +18,11 @@ def blocks(block: int, numel: int) -> int:
     return 1 if block == 0 else -(-numel // block)
 
 
+def fit(block: int | None, numel: int) -> int | None:
+    """A block for kernels, no longer than the tensor; None (or 0) is the whole tensor."""
+    return min(block, max(8, -(-numel // 8) * 8)) if block else None
+
+
 def check_block(block: int) -> None:
     if block % 8:
         raise FrameError(f"a block of {block} elements is not a multiple of 8")
@@ -59,7 +64,7 @@ class Uniform(Code):
             scales,
             limit=self.limit,
             width=self.width,
-            block=self.block or None,
+            block=fit(self.block, extent.numel),
             weight=weight,
             fresh=start.fresh,
             plus=start.plus,

@@ -12,7 +12,7 @@ from thinwire.wire.code import KEEP, Code, Extent, Section, Start
 from thinwire.wire.coders import BY_ID, expand
 from thinwire.wire.varint import Reader, varint
 
-MOST_SECTIONS = 8
+MOST_SECTIONS = 16
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class Zipped(Code):
     sizes: tuple[int, ...]
     inner: Code
     id: ClassVar[int] = 12
+
+    @property
+    def verbatim(self) -> bool:
+        return self.inner.verbatim
 
     def write(self) -> bytes:
         head = [self.id, self.coder, len(self.sizes), *self.sizes]

@@ -1,0 +1,197 @@
+"""`thinwire bench`: measure compressors on this machine."""
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.bench.settings import COMPRESSORS, DATA, ROUNDS, SIZE, SettingError, Settings
+from thinwire.bench.sizes import read_size
+from thinwire.cli.interrupt import INTERRUPTED, patient
+from thinwire.cli.parser import complain
+
+if TYPE_CHECKING:
+    from thinwire.bench.result import Report
+    from thinwire.cli.parser import Parser
+
+_DESCRIPTION = """\
+Measure speed, size, error and memory of compressors on this machine.
+
+Every round times one r += g over the tensor and then each compressor once; medians are shown. The
+first use of a compressor compiles its kernels, which takes some seconds and is not timed.
+"""
+_EPILOG = f"""\
+compressors measured unless --with is given:
+{textwrap.fill("; ".join(COMPRESSORS), 90, initial_indent="  ", subsequent_indent="  ")}
+
+examples:
+  thinwire bench
+  thinwire bench --with "topk:0.01; topk:0.01|quantize:4" --size 1M 25.6M --data heavy
+  thinwire bench --input gradients.safetensors --plot report/bench.html
+  thinwire bench --no-eager --json > bench.json
+
+Ctrl-C stops a run and shows what was done until then.
+"""
+
+
+def add(commands: "argparse._SubParsersAction[Parser]") -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure compressors on this machine",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+    )
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--with",
+        dest="specs",
+        metavar="SPECS",
+        action="append",
+        help="compressors, separated by ';' (see thinwire compressors)",
+    )
+    what.add_argument(
+        "--size",
+        metavar="N",
+        nargs="+",
+        help=f"elements of the tensors, such as 10k, {SIZE} (the default) or 25.6M",
+    )
+    kinds = "; ".join(f"{name}: {line}" for name, line in DATA.items())
+    what.add_argument(
+        "--data",
+        metavar="KIND",
+        nargs="+",
+        help=f"kinds of tensors, by default all. {kinds}",
+    )
+    what.add_argument(
+        "--input",
+        metavar="FILE",
+        type=Path,
+        help="measure on the float tensors of a .npy or .safetensors file instead, laid end to end "
+        "as one tensor",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--rounds", metavar="N", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
+    how.add_argument("--threads", metavar="N", type=int, help="default: as many as torch uses")
+    how.add_argument(
+        "--no-eager", action="store_true", help="do not time plain PyTorch for comparison"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--json", action="store_true", help="print a JSON document instead of the table"
+    )
+    output.add_argument(
+        "--out", metavar="FILE.json", type=Path, help="write the document to a file"
+    )
+    output.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="draw ratio against error, and speed: .png for a picture, .html for a page with the "
+        "table (needs matplotlib)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from thinwire.errors import MissingExtraError
+
+    try:
+        settings = _settings(arguments)
+        _check_outputs(arguments)
+        from thinwire.bench.plan import prepare
+        from thinwire.bench.progress import shown
+        from thinwire.bench.run import run as measure
+
+        plan = prepare(settings)
+        with shown(plan.num_steps) as tick:
+            report = measure(plan, tick)
+    except (SettingError, MissingExtraError) as error:
+        return complain("bench", error)
+    _show(report, arguments)
+    if report.interrupted:
+        print("thinwire bench: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    for name in ("rounds", "threads"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise SettingError(f"--{name} must be at least 1, got {value}")
+    if arguments.input is not None and (arguments.size or arguments.data):
+        raise SettingError("--size and --data are for generated tensors, so not with --input")
+    kinds = _words(arguments.data, ",") or tuple(DATA)
+    for kind in kinds:
+        if kind not in DATA:
+            raise SettingError(f"--data: unknown kind {kind!r}, known: {', '.join(DATA)}")
+    if arguments.specs is not None and not _words(arguments.specs, ";"):
+        raise SettingError("--with names no compressor")
+    sizes = _words(arguments.size, ",") or (SIZE,)
+    return Settings(
+        compressors=_words(arguments.specs, ";") or COMPRESSORS,
+        sizes=tuple(dict.fromkeys(read_size(size) for size in sizes)),
+        data=kinds,
+        input=arguments.input,
+        rounds=arguments.rounds,
+        eager=not arguments.no_eager,
+        threads=arguments.threads,
+    )
+
+
+def _words(texts: list[str] | None, separator: str) -> tuple[str, ...]:
+    """What the texts name, each once, in their order."""
+    words = [word.strip() for text in texts or [] for word in text.split(separator)]
+    return tuple(dict.fromkeys(word for word in words if word))
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Before minutes of work, see that its result can be written."""
+    plot: Path | None = arguments.plot
+    if plot is not None:
+        if plot.suffix not in (".png", ".html"):
+            raise SettingError(f"--plot: expected a file named .png or .html, got {plot}")
+        from thinwire.bench.plot import require_matplotlib
+
+        require_matplotlib()
+    for path in (plot, arguments.out):
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"cannot write {path}: {error.strerror}") from None
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise SettingError(f"cannot write {path}: not a file, or no permission")
+
+
+def _show(report: "Report", arguments: argparse.Namespace) -> None:
+    with patient():
+        _print(report, arguments)
+    if arguments.plot is not None and report.groups:
+        from thinwire.bench.page import write_page
+        from thinwire.bench.plot import write_picture
+
+        write = write_page if arguments.plot.suffix == ".html" else write_picture
+        write(report, arguments.plot)
+        print(f"wrote {arguments.plot}", file=sys.stderr)
+
+
+def _print(report: "Report", arguments: argparse.Namespace) -> None:
+    from thinwire.bench.document import document
+
+    text = json.dumps(document(report), indent=2, allow_nan=False)
+    if arguments.json:
+        print(text)
+    else:
+        from thinwire.bench.table import print_report
+        from thinwire.cli.screen import console
+
+        print_report(report, console())
+    sys.stdout.flush()
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+        print(f"wrote {arguments.out}", file=sys.stderr)

@@ -1,0 +1,273 @@
+"""The command line: what it prints, what it returns, and what it does not import."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from thinwire import __version__
+from thinwire import compressors as known_compressors
+from thinwire.cli import main
+from thinwire.cli.interrupt import patient
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SRC)}
+SMALL = ("bench", "--size", "2k", "--rounds", "2", "--data", "normal")
+FEW = (*SMALL, "--with", "none; topk:0.01; quantize:4; topk:0.01|quantize:4")
+
+# The face of the package imports torch for its users; a stand-in shows what the commands add.
+PROBE = """
+import sys, types
+face = types.ModuleType("thinwire")
+face.__path__, face.__version__ = [sys.argv[1]], "1.2.3"
+sys.modules["thinwire"] = face
+from thinwire.cli import main
+from thinwire.cli.interrupt import patient
+code = main(sys.argv[2:])
+heavy = [n for n in ("torch", "numpy", "numba", "rich", "matplotlib") if n in sys.modules]
+print(code, heavy, file=sys.stderr)
+"""
+
+
+def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "--help"], []])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    done = python("-c", PROBE, str(SRC / "thinwire"), *arguments)
+    assert done.stderr == "0 []\n", f"import inside the command that needs it: {done.stderr}"
+    assert "thinwire" in done.stdout
+
+
+def test_help_is_quick() -> None:
+    probe = "import sys, thinwire; sys.exit('torch' in sys.modules)"
+    if python("-c", probe).returncode:
+        pytest.skip("`import thinwire` itself loads torch, before the command line has a say")
+    done = python("-X", "importtime", "-m", "thinwire", "--help")
+    assert done.returncode == 0
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not loaded & {"torch", "numba"}
+
+
+def test_python_m_thinwire() -> None:
+    done = python("-m", "thinwire", "--version")
+    assert (done.returncode, done.stdout) == (0, f"thinwire {__version__}\n")
+
+
+def test_compressors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compressors"]) == 0
+    table = capsys.readouterr().out
+    assert all(name in table for name in known_compressors())
+    assert max(map(len, table.splitlines())) <= 100
+
+    assert main(["compressors", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["name"]: row["description"] for row in rows} == known_compressors()
+    assert all(row["usage"].startswith(row["name"]) for row in rows)
+
+
+# Arguments that cannot work ({} is the folder of `files`), and a word of what must be said of them.
+WRONG = {
+    "command": ("squeeze", "invalid choice"),
+    "option": ("bench --sizes 3", "unrecognized"),
+    "compressor": ("bench --with topk:0.01;zip", "randomk"),
+    "argument": ("bench --with topk:3", "(0, 1]"),
+    "no compressor": ("bench --with ;", "no compressor"),
+    "scaled": ("bench --size 9 --with randomk:0.1,scaled=true", "residual"),
+    "size": ("bench --size much", "25.6M"),
+    "part of an element": ("bench --size 0.5", "whole number"),
+    "data": ("bench --data odd", "normal, heavy"),
+    "rounds": ("bench --rounds 0", "at least 1"),
+    "not a number": ("bench --rounds x", "invalid int"),
+    "threads": ("bench --threads -1", "at least 1"),
+    "both": ("bench --input a.npy --size 3", "--input"),
+    "missing": ("bench --input {}/missing.npy", "no such file"),
+    "suffix": ("bench --input {}/a.pt", ".safetensors"),
+    "integers": ("bench --input {}/integers.npy", "int64"),
+    "empty": ("bench --input {}/empty.npy", "no tensor"),
+    "nan": ("bench --input {}/nan.npy", "NaN"),
+    "objects": ("bench --input {}/objects.npy", "plain NumPy array"),
+    "no array": ("bench --input {}/text.npy", "plain NumPy array"),
+    "no safetensors": ("bench --input {}/text.safetensors", "not a safetensors file"),
+    "plot": ("bench --plot a.pdf", ".html"),
+    "no folder": ("bench --plot {}/text.npy/a.png", "cannot write"),
+    "a folder": ("bench --out {}", "cannot write"),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    np.save(folder / "integers.npy", np.arange(3))
+    np.save(folder / "empty.npy", np.zeros((0, 3)))
+    np.save(folder / "nan.npy", np.array([1.0, np.nan]))
+    np.save(folder / "objects.npy", np.array([{}, None]), allow_pickle=True)
+    (folder / "text.npy").write_text("no array")
+    (folder / "text.safetensors").write_text("no tensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line, word = WRONG[name]
+    code = main(line.format(files).split())
+    out, error = capsys.readouterr()
+    assert (code, out) == (2, "")
+    *before, last = error.splitlines()
+    assert last.startswith("thinwire")
+    assert ": error: " in last
+    assert word in last
+    # All else on stderr is the progress of a run that had begun.
+    assert all(text.endswith("first use only") for text in before)
+
+
+def test_bench_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    state = torch.get_rng_state()
+    assert main([*FEW, "--threads", "1"]) == 0
+    assert torch.get_num_threads() == 2, "the number of threads must be as before"
+    assert torch.equal(torch.get_rng_state(), state), "the global generator must be left alone"
+    out, error = capsys.readouterr()
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "1 threads" in lines[0]
+    assert any(line.startswith("normal, 2k float32; one r += g: ") for line in lines)
+    for name in ("none", "topk:0.01", "quantize:4", "topk:0.01|quantize:4"):
+        (row,) = [line.split() for line in lines if line.split()[:1] == [name]]
+        assert len(row) == 14
+    assert "compiling kernels, first use only" in error
+
+
+def test_a_narrow_terminal_gets_fewer_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    assert main([*FEW, "--no-eager"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[[line.startswith("normal") for line in lines].index(True) + 1 :]
+    assert max(map(len, table)) <= 70
+    assert any(line.startswith("Left out for want of room: bits, cosine") for line in table)
+
+
+def test_bench_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "bench.json"
+    assert main([*FEW, "--json", "--out", str(path)]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert json.loads(path.read_text()) == found
+    assert found["schema"] == "thinwire.bench/1"
+    assert found["settings"]["sizes"] == [2000]
+    assert found["interrupted"] is False
+    ((group,),) = [found["groups"]]
+    check_group(group)
+    rows = {row["compressor"]: row for row in group["rows"]}
+    assert rows["none"]["relative_error"] == 0
+    assert rows["topk:0.01"]["encode"]["eager"]["rounds"] == 2
+    assert rows["topk:0.01|quantize:4"]["encode"]["speedup"] is None
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """The relations that hold between the numbers of a group."""
+    base = group["baseline"]
+    assert 0 < base["lowest_seconds"] <= base["median_seconds"] <= base["highest_seconds"]
+    for row in group["rows"]:
+        assert row["compression_ratio"] == group["num_bytes"] / row["num_bytes"]
+        assert row["bits_per_element"] == 8 * row["num_bytes"] / group["numel"]
+        for part in (row["encode"], row["decode"]):
+            seconds = part["median_seconds"]
+            assert part["lowest_seconds"] <= seconds <= part["highest_seconds"]
+            assert part["rounds"] == base["rounds"]
+            assert part["passes"] == seconds / base["median_seconds"]
+            assert part["gigabytes_per_second"] == group["num_bytes"] / seconds / 1e9
+            if part["eager"]:
+                assert part["speedup"] == part["eager"]["median_seconds"] / seconds
+
+
+def test_bench_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, page = tmp_path / "deep" / "er" / "a.png", tmp_path / "a.html"
+    assert main([*FEW, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert f"wrote {picture}" in capsys.readouterr().err
+
+    assert main([*FEW, "--plot", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<svg") == 2
+    assert "<td>topk:0.01|quantize:4</td>" in text
+    assert "prefers-color-scheme: dark" in text
+    for outside in ("http:", "https:", "src=", "@import", "<link", "<script"):
+        assert outside not in text, f"the page loads something by {outside}"
+
+
+def test_bench_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*FEW, "--plot", "a.png"]) == 2
+    assert "pip install 'thinwire[plot]'" in capsys.readouterr().err
+
+
+def test_bench_reads_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gradients.npy"
+    np.save(path, np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30))
+    few = ("bench", "--with", "quantize:8", "--rounds", "1", "--json", "--input")
+    assert main([*few, str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["data"] is None
+    ((group,),) = [found["groups"]]
+    assert (group["data"], group["numel"], group["dtype"]) == ("gradients.npy", 600, "float32")
+
+
+def test_ctrl_c_waits_for_the_result() -> None:
+    done = []
+
+    def work() -> None:
+        with patient():
+            signal.raise_signal(signal.SIGINT)
+            done.append("printed")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for another process on Windows")
+def test_ctrl_c_shows_what_was_done() -> None:
+    command = ["bench", "--size", "2k", "--rounds", "1000000", "--with", "none", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "thinwire", *command, "--no-eager"],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if line.endswith("speed\n"):
+                    break
+            process.send_signal(signal.SIGINT)
+            out, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "interrupted" in error
+    assert "Traceback" not in error
+    found = json.loads(out)
+    assert found["interrupted"] is True
+    assert [row["compressor"] for row in found["groups"][0]["rows"]] == ["none"]
