@@ -26,7 +26,7 @@ from thinwire.kernels import Key
 from thinwire.wire.code import Code, Start
 from thinwire.wire.codes import NonFinite, Raw
 from thinwire.wire.header import DTYPES
-from thinwire.wire.payload import Payload, add_all, flat_view
+from thinwire.wire.payload import Payload, add_all, flat_view, flattened
 
 DEFAULT_KEY = Key()
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -129,8 +129,8 @@ class Compressor(ABC):
                 ThinwireWarning,
                 stacklevel=3,
             )
-        flat = x.detach().reshape(-1)
-        r = None if residual is None else residual.detach().reshape(-1)
+        flat = flattened(x)
+        r = None if residual is None else flattened(residual)
         if self.lossless and r is None:
             encoded: Encoded | None = self.encode_bits(flat)
             finite = not flat.is_floating_point() or bool(torch.isfinite(flat).all())
@@ -150,7 +150,7 @@ class Compressor(ABC):
         if payload.non_finite or not x.numel():
             return
         flat, done = flat_view(residual)
-        values = x.detach().reshape(-1)
+        values = flattened(x)
         if values.dtype == flat.dtype:
             payload.add_to(flat, -1.0, Start(plus=values))
         else:

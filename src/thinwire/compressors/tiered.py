@@ -46,11 +46,11 @@ class Tiered(Compressor):
     def __post_init__(self) -> None:
         check.fraction("Tiered", "ratio", self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
-        for field, value in (("large", self.large), ("small", self.small)):
+        for name, value in (("large", self.large), ("small", self.small)):
             stages = getattr(value, "stages", (value,))
             if any(not isinstance(s, Compressor) or isinstance(s, Tiered) for s in stages):
                 raise ValueError(
-                    f"Tiered: {field} must be a compressor without Tiered, got {value!r}"
+                    f"Tiered: {name} must be a compressor without Tiered, got {value!r}"
                 )
 
     @property

@@ -6,7 +6,7 @@ of it. Top-K, Random-K and Threshold share the code `Sparse`; Quantize, QSGD and
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -86,6 +86,12 @@ class Code(ABC):
 
     def children(self) -> list["Code"]:
         return [v for v in (getattr(self, f.name) for f in fields(self)) if isinstance(v, Code)]
+
+    def descendants(self) -> Iterator["Code"]:
+        """All nested codes, at any depth."""
+        for child in self.children():
+            yield child
+            yield from child.descendants()
 
     @abstractmethod
     def check(self, extent: Extent) -> None:

@@ -57,8 +57,9 @@ def unpack(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Payload:
         header.code.check(extent)
     elif not header.non_finite:
         raise FrameError("a frame without content does not say that its tensor is non-finite")
-    if not header.dtype.is_floating_point and not header.code.verbatim:
-        raise FrameError(f"{header.dtype} in a code for real numbers")
+    plain = not header.dtype.is_floating_point or extent.numel == 0
+    if plain and not header.code.verbatim:
+        raise FrameError(f"{extent.numel} elements of {header.dtype} in a code for real numbers")
     layout = header.code.sections(extent)
     _check_length(frame, header, layout)
     payload = Payload(

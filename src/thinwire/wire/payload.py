@@ -121,10 +121,22 @@ def _within(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp_(-top, top)
 
 
+def flattened(t: Tensor) -> Tensor:
+    """The elements as a flat contiguous tensor without history: the same memory if that goes."""
+    if t.requires_grad:
+        t = t.detach()
+    if t.is_contiguous():
+        return t if t.dim() == 1 else t.view(-1)
+    return t.reshape(-1).contiguous()
+
+
 def flat_view(t: Tensor) -> tuple[Tensor, Callable[[], object]]:
     """A flat contiguous tensor to work on, and what to call so that its content is in `t`."""
-    t = t.detach()
+    flat = flattened(t)
     if t.is_contiguous():
-        return t.view(-1), lambda: None
-    flat = t.flatten()
-    return flat, lambda: t.copy_(flat.view(t.shape))
+        return flat, _nothing
+    return flat, lambda: t.detach().copy_(flat.view(t.shape))
+
+
+def _nothing() -> None:
+    pass

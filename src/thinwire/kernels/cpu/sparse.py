@@ -103,7 +103,8 @@ def _candidates(x, r, k: int):
     bound, share = bracket
 
     def work(lo, hi):
-        room = int((hi - lo) * share * 1.5) + 1024
+        # Large values may all lie in one range, so each has room for all of them.
+        room = min(hi - lo, int(x.size * share * 1.5)) + 1024
         positions = np.empty(room, index_dtype(x.size))
         values = np.empty(room, x.dtype)
         found, top = _collect(x[lo:hi], part(r, lo, hi), bound, lo, positions, values)

@@ -14,7 +14,8 @@ def _words(bits: Tensor, count: int) -> Tensor:
 
 
 def _bits(words: Tensor) -> Tensor:
-    return bytes_to_bits(words.contiguous().view(torch.uint8))
+    # An empty tensor counts as contiguous whatever its stride says.
+    return bytes_to_bits(words.contiguous().as_strided(words.shape, (1,)).view(torch.uint8))
 
 
 def _marks(at: Tensor, words: int) -> Tensor:

@@ -21,8 +21,12 @@ def add(
     out: Tensor, values: Tensor, weight: float, fresh: bool = False, plus: Tensor | None = None
 ) -> None:
     """out += weight * values, after zeroing out (`fresh`) or adding another tensor (`plus`)."""
+    product = (values * weight).to(out.dtype)
+    if fresh:
+        out.copy_(product)
+        return
     begin(out, fresh, plus)
-    out += (values * weight).to(out.dtype)
+    out += product
 
 
 def blocks(p: Tensor, block: int, fill: float = 0.0) -> Tensor:

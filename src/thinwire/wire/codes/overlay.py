@@ -19,7 +19,7 @@ class Overlay(Code):
     id: ClassVar[int] = 11
 
     def check(self, extent: Extent) -> None:
-        if isinstance(self.lower, Overlay) or isinstance(self.upper, Overlay):
+        if any(isinstance(code, Overlay) for code in self.descendants()):
             raise FrameError("an overlay within an overlay")
         self.lower.check(extent)
         self.upper.check(extent)

@@ -10,7 +10,7 @@ from thinwire import kernels
 from thinwire.errors import FrameError
 from thinwire.kernels import Key
 from thinwire.wire.code import KEEP, Code, Extent, Section, Start
-from thinwire.wire.codes.sparse import scatter
+from thinwire.wire.codes.sparse import check_values, scatter
 
 EXACTLY = 0  # `chance` 0: exactly `count` positions
 
@@ -41,7 +41,7 @@ class Seeded(Code):
             self.key.checked()
         except ValueError as error:
             raise FrameError(str(error)) from None
-        self.inner.check(self._inner_extent(extent))
+        check_values(self.inner, self._inner_extent(extent))
 
     @property
     def key(self) -> Key:

@@ -26,6 +26,13 @@ def scatter(positions: Tensor, values: Tensor, out: Tensor, weight: float, start
     )
 
 
+def check_values(inner: Code, extent: Extent) -> None:
+    """Check the code of the values; no values are always written plainly."""
+    if not extent.numel and not inner.verbatim:
+        raise FrameError("no values in a code for numbers")
+    inner.check(extent)
+
+
 @dataclass(frozen=True)
 class Sparse(Code):
     """Sections: the positions in one of three forms, then the sections of the values.
@@ -49,11 +56,13 @@ class Sparse(Code):
             raise FrameError(f"unknown form {self.form} of positions")
         if self.parameter > 48 or (self.form != RICE and (self.parameter or self.unary_words)):
             raise FrameError(f"Rice parameter {self.parameter} makes no sense here")
-        if self.parameter > extent.numel.bit_length() or 64 * (self.unary_words - 1) > (
-            extent.numel + self.count
-        ):
+        # All quotients together are at most the tensor's length shifted by the parameter.
+        most = self.count + (extent.numel >> min(self.parameter, 64))
+        if self.parameter > extent.numel.bit_length() or 64 * (self.unary_words - 1) > most:
             raise FrameError(f"longer Rice codes than {self.count} positions can have")
-        self.inner.check(self._inner_extent(extent))
+        if (64 * self.unary_words) << self.parameter >= 1 << 62:
+            raise FrameError("Rice codes that leave 64-bit integers")
+        check_values(self.inner, self._inner_extent(extent))
 
     def _inner_extent(self, extent: Extent) -> Extent:
         return Extent(extent.dtype, self.count)
