@@ -6,12 +6,14 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors import check
-from thinwire.compressors.base import Compressor, Encoded, Request, narrow
+from thinwire.compressors.base import Compressor, Encoded, Request
+from thinwire.wire.code import Extent
 from thinwire.wire.codes import Narrow, Scaled8
 from thinwire.wire.codes.scaled8 import scale_blocks
 from thinwire.wire.codes.uniform import fit
 
 _KINDS = {"fp16": (1, torch.float16), "bf16": (2, torch.bfloat16)}
+_PIECE = 1 << 17  # elements
 _FP8_TOP = 448.0
 _TINY = {torch.float32: 2.0**-118, torch.float64: 2.0**-800}
 
@@ -52,24 +54,43 @@ class Cast(Compressor):
         return self.to != "fp8"
 
     def encode_flat(self, request: Request) -> Encoded | None:
+        """Piece by piece: a temporary of the whole tensor would cost more than the cast."""
         x, r = request.x, request.r
-        p = x if r is None else x + r
-        if not kernels.on(p.device).all_finite(p, None):
-            return None
-        if self.to == "fp8":
-            return Encoded(Scaled8(self.block), self._fp8(p))
-        kind, dtype = _KINDS[self.to]
-        # A tensor of the same type already is not shared with the payload, but copied.
-        return Encoded(Narrow(kind), (narrow(p, dtype),))
+        code = Scaled8(self.block) if self.to == "fp8" else Narrow(_KINDS[self.to][0])
+        layout = code.sections(Extent(request.dtype, request.numel))
+        sections = tuple(torch.empty(s.numel, dtype=s.dtype, device=x.device) for s in layout)
+        step = self.block * max(1, _PIECE // self.block)
+        room = torch.empty_like(x[:step])
+        for lo in range(0, request.numel, step):
+            p = x[lo : lo + step]
+            if r is not None:
+                p = torch.add(p, r[lo : lo + step], out=room[: p.numel()])
+            extent = kernels.on(p.device).extent(p, None)
+            if extent is None:
+                return None
+            if self.to == "fp8":
+                self._fp8(p, sections[0], sections[1], lo)
+            else:
+                _narrow(p, max(-extent[0], extent[1]), sections[0][lo : lo + step])
+        return Encoded(code, sections)
 
-    def _fp8(self, p: Tensor) -> tuple[Tensor, Tensor]:
+    def _fp8(self, p: Tensor, scales: Tensor, data: Tensor, lo: int) -> None:
         block = fit(self.block, p.numel()) or self.block
         padded = torch.nn.functional.pad(p.abs(), (0, -p.numel() % block))
         peak = padded.view(-1, block).amax(1)
         tiny = peak < _TINY[p.dtype]
         # Scales that were rounded up must not make an infinity of the largest numbers.
         ceiling = torch.finfo(p.dtype).max / _FP8_TOP * (1 - 4 * torch.finfo(p.dtype).eps)
-        scales = (peak / _FP8_TOP).clamp_max(ceiling).masked_fill(tiny, 0)
+        own = (peak / _FP8_TOP).clamp_max(ceiling).masked_fill(tiny, 0)
         inverse = (_FP8_TOP / peak).masked_fill(tiny, 0)
         scaled = scale_blocks(p.clone(), inverse, block).clamp_(-_FP8_TOP, _FP8_TOP)
-        return scales, scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+        scales[lo // self.block :][: own.numel()] = own
+        data[lo : lo + p.numel()] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _narrow(p: Tensor, peak: float, out: Tensor) -> None:
+    """out = p in its own type; what is too large becomes the largest finite number."""
+    out.copy_(p)
+    top = torch.finfo(out.dtype).max
+    if peak > top:
+        out.clamp_(-top, top)

@@ -46,7 +46,8 @@ def _encode(x, r, packed, sums, counts, block, unit):
     for lo in range(0, x.size, block):
         j = lo // block
         hi = min(lo + block, x.size)
-        signs[hi - lo :] = 0
+        if hi - lo < block:
+            signs[hi - lo :] = 0
         above, below = _halves(x[lo:hi], piece(r, lo, hi), unit, signs[: hi - lo])
         odd |= not np.isfinite(above - below)
         sums[j, 0], sums[j, 1] = above, below

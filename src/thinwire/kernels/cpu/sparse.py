@@ -51,7 +51,10 @@ def _sample(x, r, out):
 
 @jit
 def _collect(x, r, bound, first, positions, values):
-    """Positions and values of all |x + r| with bits >= bound; -1 as count when they do not fit."""
+    """Positions and values of all |x + r| with bits >= bound; -1 as count when they do not fit.
+
+    The buffers must have room for a block more.
+    """
     flags = np.zeros(BLOCK, np.uint8)
     words = flags.view(u64)
     found = 0
@@ -62,11 +65,12 @@ def _collect(x, r, bound, first, positions, values):
         for i in range(hi - lo):
             p = own[i] if r is None else own[i] + other[i]
             flags[i] = np.uint8(magnitude(p) >= bound)
-        flags[hi - lo :] = 0
+        if hi - lo < BLOCK:
+            flags[hi - lo :] = 0
+        if found + BLOCK > positions.size:
+            return -1, top
         for w in range(words.size):
             word = words[w]
-            if word and found + 8 > positions.size:
-                return -1, top
             while word:
                 i = 8 * w + np.int64(trailing_zeros(word) >> u64(3))
                 word &= word - u64(1)
@@ -152,8 +156,8 @@ def _small_top_k(x, r, k, sample, positions, values):
 def _try_small(x, r, k: int):
     """(positions, values, top magnitude) of the top k, or None if misled."""
     sample = np.empty(max(1024, x.size // 64) if x.size >= 4096 else 0, INTEGER[x.dtype])
-    positions = np.empty(x.size + 8, index_dtype(x.size))
-    values = np.empty(x.size + 8, x.dtype)
+    positions = np.empty(x.size + BLOCK, index_dtype(x.size))
+    values = np.empty(x.size + BLOCK, x.dtype)
     found, top = _small_top_k(x, r, k, sample, positions, values)
     return None if found < 0 else (positions[:k].copy(), values[:k].copy(), top)
 
@@ -198,7 +202,7 @@ def above(x: torch.Tensor, r: torch.Tensor | None, value: float):
         return None
 
     def work(lo, hi):
-        room = counts[[p[0] for p in parts].index(lo)][0] + 8
+        room = counts[[p[0] for p in parts].index(lo)][0] + BLOCK
         positions = np.empty(room, index_dtype(xs.size))
         values = np.empty(room, xs.dtype)
         found, _ = _collect(xs[lo:hi], part(rs, lo, hi), bound, lo, positions, values)

@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire.errors import FrameError
 from thinwire.wire.code import KEEP, Code, Extent, Section, Start
 
+PIECE = 1 << 17  # elements
 NARROW = {1: torch.float16, 2: torch.bfloat16}
 
 
@@ -22,7 +23,19 @@ def begin(out: Tensor, start: Start) -> None:
 
 
 def plain_add(values: Tensor, out: Tensor, weight: float, start: Start) -> None:
-    """out += weight * values with one rounding for the product and one for the sum."""
+    """out += weight * values with one rounding for the product and one for the sum.
+
+    Values of another type go piece by piece, so that their converted form stays in the cache.
+    """
+    alike = values.dtype == out.dtype
+    step = max(1, out.numel()) if alike else PIECE
+    for lo in range(0, out.numel(), step):
+        here = slice(lo, lo + step)
+        plus = None if start.plus is None else start.plus[here]
+        _add_piece(values[here], out[here], weight, Start(start.fresh, plus))
+
+
+def _add_piece(values: Tensor, out: Tensor, weight: float, start: Start) -> None:
     if start.fresh and weight == 1:
         out.copy_(values)
         return
@@ -30,7 +43,7 @@ def plain_add(values: Tensor, out: Tensor, weight: float, start: Start) -> None:
     if not out.is_floating_point():
         out.add_(values, alpha=int(weight))
     elif abs(weight) == 1:  # with any other weight torch may fuse product and sum
-        out.add_(values, alpha=weight)
+        out.add_(values.to(out.dtype), alpha=weight)
     else:
         out.add_(values.to(out.dtype).mul(weight))
 
