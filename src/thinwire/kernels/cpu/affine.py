@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from thinwire.kernels.cpu import threads
-from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, jit, piece
+from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, from_ordered, jit, ordered, piece
 from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words
 from thinwire.kernels.cpu.sparse import arrays, part
@@ -19,15 +19,15 @@ from thinwire.kernels.key import Key
 @jit
 def _load_extent(x, r, buffer):
     """buffer = x + r; return its minimum, its maximum and whether it is not all finite."""
-    low = high = x[0] if r is None else x[0] + r[0]
-    odd = np.uint32(0)
+    low = high = ordered(x[0] if r is None else x[0] + r[0])
     for i in range(buffer.size):
         p = x[i] if r is None else x[i] + r[i]
         buffer[i] = p
-        low = p if p < low else low
-        high = p if p > high else high
-        odd |= np.uint32(not (abs(p) < np.inf))
-    return low, high, odd != 0
+        low = min(low, ordered(p))
+        high = max(high, ordered(p))
+    # NaN lies beyond the infinities in this order.
+    least, most = from_ordered(low, x[0]), from_ordered(high, x[0])
+    return least, most, not (np.isfinite(least) and np.isfinite(most))
 
 
 @jit

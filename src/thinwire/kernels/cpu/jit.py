@@ -47,6 +47,50 @@ def _magnitude(p):
     return lambda p: np.float64(p).view(np.int64) & np.int64(0x7FFFFFFFFFFFFFFF)
 
 
+def ordered(p):
+    """An integer ordered like p: LLVM vectorises the minimum of integers, not that of floats."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(ordered, inline="always")
+def _ordered(p):
+    if p == numba.float32:
+
+        def narrow(p):
+            bits = np.float32(p).view(np.int32)
+            return np.int32(bits ^ np.int32((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+        return narrow
+
+    def wide(p):
+        bits = np.float64(p).view(np.int64)
+        return bits ^ ((bits >> np.int64(63)) & np.int64(0x7FFFFFFFFFFFFFFF))
+
+    return wide
+
+
+def from_ordered(bits, like):
+    """The inverse of `ordered`, in the type of `like`."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(from_ordered, inline="always")
+def _from_ordered(bits, like):
+    if like == numba.float32:
+
+        def narrow(bits, like):
+            flip = np.int32((np.int32(bits) >> np.int32(31)) & np.int32(0x7FFFFFFF))
+            return np.int32(np.int32(bits) ^ flip).view(np.float32)
+
+        return narrow
+
+    def wide(bits, like):
+        flip = (np.int64(bits) >> np.int64(63)) & np.int64(0x7FFFFFFFFFFFFFFF)
+        return np.int64(np.int64(bits) ^ flip).view(np.float64)
+
+    return wide
+
+
 def from_magnitude(bits, like):
     """The inverse of `magnitude` for numbers >= 0, in the type of `like`."""
     raise NotImplementedError("compiled code only")

@@ -4,11 +4,13 @@ Partial results are kept for runs of fixed length and combined in order, so that
 never shows.
 """
 
+import math
+
 import numpy as np
 import torch
 
 from thinwire.kernels.cpu import threads
-from thinwire.kernels.cpu.jit import jit, load, piece, sum_jit
+from thinwire.kernels.cpu.jit import from_ordered, jit, load, ordered, piece, sum_jit
 from thinwire.kernels.cpu.sparse import arrays, part
 
 RUN = 1 << 13
@@ -16,14 +18,12 @@ RUN = 1 << 13
 
 @jit
 def _extent(x, r):
-    low = high = x[0] if r is None else x[0] + r[0]
-    odd = np.uint32(0)
+    low = high = ordered(x[0] if r is None else x[0] + r[0])
     for i in range(x.size):
-        p = x[i] if r is None else x[i] + r[i]
-        low = p if p < low else low
-        high = p if p > high else high
-        odd |= np.uint32(not (abs(p) < np.inf))
-    return low, high, odd != 0
+        p = ordered(x[i] if r is None else x[i] + r[i])
+        low = min(low, p)
+        high = max(high, p)
+    return from_ordered(low, x[0]), from_ordered(high, x[0])
 
 
 def extent(x: torch.Tensor, r: torch.Tensor | None):
@@ -32,9 +32,9 @@ def extent(x: torch.Tensor, r: torch.Tensor | None):
     found = threads.run(
         lambda lo, hi: _extent(xs[lo:hi], part(rs, lo, hi)), threads.ranges(xs.size)
     )
-    if any(odd for *_, odd in found):
-        return None
-    return min(float(low) for low, *_ in found), max(float(high) for _, high, _ in found)
+    ends = [float(end) for pair in found for end in pair]
+    # NaN lies beyond the infinities in this order, so it is always found at an end.
+    return (min(ends), max(ends)) if all(map(math.isfinite, ends)) else None
 
 
 @sum_jit
