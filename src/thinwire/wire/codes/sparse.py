@@ -83,7 +83,8 @@ class Sparse(Code):
     def _positions(self, section: Tensor, numel: int) -> Tensor:
         kernel = kernels.on(section.device)
         if self.form == PLAIN:
-            positions = section
+            # A copy: what is checked here must not change with the frame's memory later.
+            positions = section.clone()
             ascending = self.count < 2 or bool((positions[1:] > positions[:-1]).all())
             if self.count and (
                 not ascending or int(positions[0]) < 0 or int(positions[-1]) >= numel

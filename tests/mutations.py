@@ -1,0 +1,177 @@
+"""Damaged and hostile frames: valid ones, changed at random, with the checksum mostly repaired.
+
+Shared by test_frames.py and benchmarks/fuzz.py.
+"""
+
+import random
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tensors import content, normal
+from torch import Tensor
+
+import thinwire as tw
+from thinwire.wire.code import Code, Extent, as_bytes
+from thinwire.wire.frame import _checksum, _order
+from thinwire.wire.header import CHECKSUM, DTYPES, header_bytes, read_header
+
+MAX_NUMEL = 1 << 20
+LONGEST = 1 << 16  # bytes that a mutation makes a frame at most
+
+SPECS = [
+    *("none", "lossless", "lossless:zlib", "cast:fp16", "cast:bf16", "cast:fp8", "cast:fp8,8"),
+    *("topk:0.02", "topk:0.2", "topk:0.9", "randomk:0.1,shared=true", "bernoulli:0.2,shared=true"),
+    *("threshold:0.5", "quantize:8", "quantize:4,8", "quantize:2,none", "quantize:4,entropy=true"),
+    *("quantize:8,symmetric=false", "quantize:2,8,symmetric=false", "qsgd:2,8", "qsgd:7,none"),
+    *("qsgd:7,entropy=true", "onebit:8", "onebit:none", "scaledsign", "terngrad", "natural"),
+    *("tiered:0.1", "tiered:0.1,large=(none),small=(onebit)", "topk:0.3|quantize:4"),
+    *("topk:0.3|qsgd:7,entropy=true|lossless:zlib", "quantize:4|lossless", "topk:0.5|topk:0.5"),
+    *("randomk:0.2,shared=true|cast:fp16", "topk:0.5|tiered:0.1|lossless"),
+]
+
+
+def seal(data: bytes) -> Tensor:
+    """Bytes as a frame with a right checksum."""
+    frame = np.frombuffer(data, np.uint8).copy()
+    if len(frame) >= CHECKSUM.stop:
+        value = _checksum(torch.from_numpy(frame))
+        frame[CHECKSUM] = np.frombuffer(value.to_bytes(8, "little"), np.uint8)
+    return torch.from_numpy(frame)
+
+
+def frame_of(
+    code: Code, dtype: torch.dtype, shape: list[int], *sections: Tensor, non_finite: bool = False
+) -> Tensor:
+    """A frame put together by hand, whether it makes sense or not."""
+    data = header_bytes(code, dtype, shape, non_finite, 0)  # type: ignore[arg-type]
+    for i in _order([section.dtype for section in sections]):
+        data += as_bytes(sections[i]).numpy().tobytes()
+    return seal(data)
+
+
+def valid_frames() -> list[bytes]:
+    """Small frames of every code and element type."""
+    frames = []
+    for i, spec in enumerate(SPECS):
+        for j, n in enumerate((0, 1, 9, 100, 300)):
+            dtype = (torch.float32, torch.float64, torch.float16, torch.bfloat16)[(i + j) % 4]
+            shape = (n,) if n != 100 else (4, 1, 25)
+            x = normal(n, i, dtype).view(shape)
+            frames.append(tw.parse(spec).encode(x, key=tw.Key(i, j)))
+    frames.append(tw.TopK(0.1).encode(torch.full((50,), float("nan"))))
+    raw = content("normal", 30, torch.float32, 0) * 50
+    frames += [tw.NoCompression().encode(raw.to(dtype)) for dtype in DTYPES]
+    frames += [tw.Lossless().encode(raw.to(dtype).repeat(9)) for dtype in DTYPES]
+    return [tw.pack(payload).numpy().tobytes() for payload in frames]
+
+
+def _somewhere(rng: random.Random, data: bytes) -> int:
+    """A place in the frame, every other time in its header."""
+    end = len(data) if rng.random() < 0.5 else min(len(data), 64)
+    return rng.randrange(end) if end else 0
+
+
+def _flip(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    at = _somewhere(rng, data)
+    return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+
+
+def _replace(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    at = _somewhere(rng, data)
+    value = rng.choice([0, 1, 2, 3, 4, 8, 0x7F, 0x80, 0xFF, rng.randrange(256)])
+    return data[:at] + bytes([value]) + data[at + 1 :]
+
+
+def _truncate(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    return data[: _somewhere(rng, data)]
+
+
+def _extend(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    return data + rng.randbytes(rng.choice([1, 7, 8, 64]))
+
+
+def _splice(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    return data[: _somewhere(rng, data)] + other[_somewhere(rng, other) :]
+
+
+def _insert(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    at = _somewhere(rng, data)
+    return data[:at] + rng.randbytes(rng.choice([1, 1, 2, 8])) + data[at:]
+
+
+def _delete(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    at = _somewhere(rng, data)
+    return data[:at] + data[at + rng.choice([1, 1, 2, 8]) :]
+
+
+def _blow_up(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    """A huge number in place of a byte of the header's variable part."""
+    at = 20 + rng.randrange(min(44, max(1, len(data) - 20)))
+    digits = b"\xff" * rng.choice([1, 2, 3, 4, 8, 9, 10])
+    return data[:at] + digits + bytes([rng.choice([0, 1, 0x0F, 0x7F])]) + data[at + 1 :]
+
+
+def _new_type(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    return data[:4] + bytes([rng.randrange(12)]) + data[5:]
+
+
+CHANGES = [
+    *(_flip, _flip, _replace, _replace, _truncate, _extend, _splice, _insert, _delete, _blow_up),
+    _new_type,
+]
+
+
+def _realign(data: bytes) -> bytes:
+    """The header filled up again to a multiple of 8 bytes after its length has changed."""
+    at = 64  # beyond the header of all but the deepest chains: what follows moves along
+    return data[:at] + bytes(-len(data) % 8) + data[at:]
+
+
+def _fit(rng: random.Random, data: bytes) -> bytes:
+    """A body of the length that the header now implies, so that the content gets read."""
+    try:
+        header = read_header(data[:512], MAX_NUMEL)
+        layout = header.code.sections(Extent(header.dtype, header.shape.numel()))
+        size = header.length + sum(section.num_bytes for section in layout)
+    except (tw.FrameError, ZeroDivisionError, KeyError):
+        return data
+    if size > LONGEST:
+        return data
+    return data[:size] + rng.randbytes(max(0, size - len(data)))
+
+
+def mutate(rng: random.Random, frames: list[bytes]) -> Tensor:
+    """A frame that is probably not valid any more."""
+    data, other = rng.choice(frames), rng.choice(frames)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        if data:
+            data = rng.choice(CHANGES)(rng, data, other)
+    if rng.random() < 0.1:
+        data = _realign(data)
+    if rng.random() < 0.6:
+        data = _fit(rng, data)
+    data = data[:LONGEST]
+    if rng.random() < 0.9:
+        return seal(data)
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+class Outcome(NamedTuple):
+    """What became of a frame: a tensor, or the reason why not."""
+
+    tensor: Tensor | None
+    reason: str
+
+
+def attempt(frame: Tensor) -> Outcome:
+    """Decode a frame; anything but FrameError or a tensor of the claimed shape comes out."""
+    try:
+        payload = tw.unpack(frame, max_numel=MAX_NUMEL)
+        tensor = payload.restore()
+    except tw.FrameError as error:
+        return Outcome(None, str(error))
+    header = read_header(frame[:512].numpy().tobytes(), MAX_NUMEL)
+    assert tensor.shape == header.shape, f"{tensor.shape} instead of {header.shape}"
+    assert tensor.dtype == header.dtype, f"{tensor.dtype} instead of {header.dtype}"
+    return Outcome(tensor, "decoded")
