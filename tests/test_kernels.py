@@ -18,7 +18,7 @@ from tensors import normal, same
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.kernels.cpu import threads
+from thinwire.kernels import threads
 from thinwire.kernels.reference import levels as reference_levels
 from thinwire.wire.codes.sparse import write_positions
 

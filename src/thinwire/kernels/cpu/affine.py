@@ -7,7 +7,7 @@ from zero keeps its digits.
 import numpy as np
 import torch
 
-from thinwire.kernels.cpu import threads
+from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, from_ordered, jit, ordered, piece
 from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros
 
-from thinwire.kernels.cpu import threads
+from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import jit
 from thinwire.kernels.cpu.sparse import index_dtype
 
@@ -126,7 +126,7 @@ def rice_decode(words: torch.Tensor, count: int, parameter: int, unary_words: in
     """The positions, or None if the streams do not hold exactly `count` of them below n."""
     stream = words.numpy().view(u64)
     unary, low = stream[:unary_words], stream[unary_words:]
-    parts = threads.ranges(unary_words, least=1 << 11)
+    parts = threads.ranges(unary_words, least=1 << 14)
     found = threads.run(lambda lo, hi: _ones(unary[lo:hi]), parts)
     if sum(ones for ones, _ in found) != count:
         return None

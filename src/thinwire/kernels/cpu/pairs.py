@@ -6,8 +6,8 @@ The bits do not depend on the pair, so one pass writes them and sums both halves
 import numpy as np
 import torch
 
-from thinwire.kernels.cpu import threads
-from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, jit, piece, sum_jit
+from thinwire.kernels import threads
+from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, jit, piece, sum_jit
 from thinwire.kernels.cpu.sparse import arrays, part
 
 u8, u32, u64 = np.uint8, np.uint32, np.uint64
@@ -95,26 +95,37 @@ def encode_pairs(x: torch.Tensor, r: torch.Tensor | None, *, block: int | None, 
 
 
 @jit
-def _values(bits, low, high, out):
+def _add_bits(out, mode, x, bits, low, high):
+    """What `combine` does, in one loop without a buffer of values."""
     whole = out.size // 8
     for g in range(whole):
         byte = u32(bits[g])
-        for i in range(8):
-            out[8 * g + i] = high if (byte >> u32(i)) & u32(1) else low
+        if mode == ADD:
+            for i in range(8):
+                v = high if (byte >> u32(i)) & u32(1) else low
+                out[8 * g + i] = (out[8 * g + i] + x[8 * g + i]) + v
+        elif mode == ZERO:
+            for i in range(8):
+                out[8 * g + i] = high if (byte >> u32(i)) & u32(1) else low
+        else:
+            for i in range(8):
+                out[8 * g + i] += high if (byte >> u32(i)) & u32(1) else low
     for i in range(8 * whole, out.size):
-        out[i] = high if (bits[whole] >> u8(i - 8 * whole)) & u8(1) else low
+        v = high if (bits[whole] >> u8(i - 8 * whole)) & u8(1) else low
+        if mode == ZERO:
+            out[i] = v
+        else:
+            out[i] = (out[i] + x[i]) + v if mode == ADD else out[i] + v
 
 
 @jit
 def _add(out, mode, x, packed, pairs, block, weight):
     one = pairs.shape[0] == 1
-    values = np.empty(min(block, out.size), pairs.dtype)
     for lo in range(0, out.size, block):
         hi = min(lo + block, out.size)
         j = 0 if one else lo // block
-        own = values[: hi - lo]
-        _values(packed[lo // 8 : (hi + 7) // 8], pairs[j, 0], pairs[j, 1], own)
-        combine(out[lo:hi], mode, x[lo:hi], own, weight)
+        low, high = weight * pairs[j, 0], weight * pairs[j, 1]
+        _add_bits(out[lo:hi], mode, x[lo:hi], packed[lo // 8 : (hi + 7) // 8], low, high)
 
 
 def add_pairs(

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import torch
 
-from thinwire.kernels.cpu import threads
+from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, jit, load, piece
 from thinwire.kernels.cpu.random import fill, key_words
 from thinwire.kernels.cpu.sparse import arrays, part

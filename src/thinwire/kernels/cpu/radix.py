@@ -6,7 +6,7 @@ candidates by partitioning a copy, which is twice as fast.
 
 import numpy as np
 
-from thinwire.kernels.cpu import threads
+from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import INFINITY_BITS, INTEGER, jit, magnitude
 
 DIGIT = 11  # bits a pass: 2048 counters stay in the first-level cache
@@ -39,14 +39,27 @@ def keep(x, r, bound, ties, first, out):
     return found
 
 
-def few_top_k(values, k: int):
-    """Ascending positions of the k largest |values|, all finite."""
+@jit
+def _pick(positions, values, bound, ties, out, picked):
+    """Positions and values of all above `bound` and of the first `ties` equal to it."""
+    found = 0
+    for i in range(values.size):
+        m = np.int64(magnitude(values[i]))
+        if m > bound or (m == bound and ties > 0):
+            ties -= m == bound
+            out[found] = positions[i]
+            picked[found] = values[i]
+            found += 1
+
+
+def few_top_k(positions, values, k: int):
+    """(positions, values) of the k largest |values|, all finite, positions ascending."""
     bits = np.abs(values).view(INTEGER[values.dtype])
     bound = np.partition(bits, bits.size - k)[bits.size - k]
     ties = k - np.count_nonzero(bits > bound)
-    out = np.empty(k, np.int64)
-    keep(values, None, np.int64(bound), ties, 0, out)
-    return out
+    out, picked = np.empty(k, positions.dtype), np.empty(k, values.dtype)
+    _pick(positions, values, np.int64(bound), ties, out, picked)
+    return out, picked
 
 
 def exact_top_k(x, r, k: int):

@@ -9,7 +9,7 @@ element costs 0.7x the time of ``r += g`` that way; Philox alone would cost 3.5x
 import numpy as np
 import torch
 
-from thinwire.kernels.cpu import threads
+from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import jit
 from thinwire.kernels.key import Key
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numba.cpython.unsafe.numbers import trailing_zeros
 
-from thinwire.kernels.cpu import threads
+from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import ADD, INFINITY_BITS, INTEGER, ZERO, jit, magnitude, piece
 from thinwire.kernels.cpu.radix import exact_top_k, few_top_k, keep
 
@@ -176,8 +176,7 @@ def top_k(x: torch.Tensor, r: torch.Tensor | None, k: int):
     if top >= INFINITY_BITS[xs.dtype]:
         return None
     if positions.size > k:
-        chosen = few_top_k(values, k)
-        positions, values = positions[chosen], values[chosen]
+        positions, values = few_top_k(positions, values, k)
     return torch.from_numpy(positions), torch.from_numpy(values)
 
 

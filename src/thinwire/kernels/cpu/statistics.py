@@ -9,7 +9,7 @@ import math
 import numpy as np
 import torch
 
-from thinwire.kernels.cpu import threads
+from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import from_ordered, jit, load, ordered, piece, sum_jit
 from thinwire.kernels.cpu.sparse import arrays, part
 

@@ -7,7 +7,7 @@ from the norm) and TernGrad (stochastic, scale given, limit 1).
 import numpy as np
 import torch
 
-from thinwire.kernels.cpu import threads
+from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import (
     ADD,
     INFINITY_BITS,

@@ -1,4 +1,4 @@
-"""Own threads for the Numba kernels: a tensor is cut into contiguous ranges, one a thread.
+"""Own threads for CPU work: a tensor is cut into contiguous ranges, one a thread.
 
 The pool follows ``torch.get_num_threads()``. Kernels are written so that the cut never shows in
 the result. The calling thread takes the last range itself.
@@ -19,6 +19,7 @@ Range = tuple[int, int]
 LEAST = 1 << 16
 
 _lock = threading.Lock()
+_here = threading.local()
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
@@ -33,11 +34,15 @@ def ranges(n: int, quantum: int = 1, least: int = LEAST) -> list[Range]:
 
 
 def run(work: Callable[[int, int], T], parts: list[Range]) -> list[T]:
-    """Call `work(lo, hi)` for every range, in parallel; results in the order of the ranges."""
-    if len(parts) == 1:
-        return [work(*parts[0])]
+    """Call `work(lo, hi)` for every range, in parallel; results in the order of the ranges.
+
+    Within such work the ranges of a further call run one after the other: a thread of the pool that
+    waited for the pool could wait for ever.
+    """
+    if len(parts) == 1 or getattr(_here, "inside", False):
+        return [work(*part) for part in parts]
     pool = _pool(len(parts) - 1)
-    futures = [pool.submit(work, lo, hi) for lo, hi in parts[:-1]]
+    futures = [pool.submit(_inside, work, lo, hi) for lo, hi in parts[:-1]]
     try:
         last = work(*parts[-1])
     finally:
@@ -46,6 +51,14 @@ def run(work: Callable[[int, int], T], parts: list[Range]) -> list[T]:
         if error is not None:
             raise error
     return [*(future.result() for future in futures), last]
+
+
+def _inside(work: Callable[[int, int], T], lo: int, hi: int) -> T:
+    _here.inside = True
+    try:
+        return work(lo, hi)
+    finally:
+        _here.inside = False
 
 
 def _pool(workers: int) -> ThreadPoolExecutor:
