@@ -67,14 +67,11 @@ def elias(words, count, limit, unary_words):
     """Levels in Elias streams."""
     binary, at, levels = bits(words[unary_words:]).tolist(), 0, []
     for e in gaps(words[:unary_words], count):
-        size, sign = 1, 0
-        if e:
-            need(e <= 7 and at + e < len(binary), "a level past the end")
-            size = (1 << e) + sum(binary[at + i] << i for i in range(e))
-            sign = binary[at + e]
-            at += e + 1
-        need(size - 1 <= limit, "a level beyond the limit")
-        levels.append(1 - size if sign else size - 1)
+        need(e <= 7 and at + e <= len(binary), "a level past the end")
+        number = (1 << e) + sum(binary[at + i] << i for i in range(e))
+        at += e
+        need(number <= 2 * limit + 1, "a level beyond the limit")
+        levels.append(-(number // 2) if number % 2 else number // 2)
     return np.array(levels, int)
 
 

@@ -248,7 +248,7 @@ def test_examples_on_the_page():
     assert reader.rice(words(0x20B, 0x52), 4, 2, 1) == [2, 3, 9, 31]
     bitmap = reader.bits(words(0x8000000000000021, 1))
     assert np.flatnonzero(bitmap).tolist() == [0, 5, 63, 64]
-    assert reader.elias(words(0xA65, 0x366), 6, 7, 1).tolist() == [0, -1, 4, 0, 6, -2]
+    assert reader.elias(words(0x48C5, 0xC1), 6, 7, 1).tolist() == [0, -1, 4, 0, 6, -2]
     assert reader.e4m3(data(0x38, 0x01, 0xB9, 0x7E)).tolist() == [1.0, 2.0**-9, -1.125, 448.0]
     assert reader.checksum(bytes(16) + bytes(range(1, 10))) == 0xC2E73CAA5FCC9994
     key = (0x0123456789ABCDEF, 11, 13, 1)

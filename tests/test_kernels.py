@@ -1,8 +1,10 @@
 """Numba kernels against the PyTorch reference, bit for bit, and against independent arithmetic."""
 
+import contextlib
 import itertools
 import math
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -389,16 +391,22 @@ def test_ranges_cover_everything_once(n):
 
 def run_script(source: str, timeout: float = 60) -> str:
     """Run a script in a process of its own, killed after `timeout` seconds; what it printed."""
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(source)],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
-        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "2"},
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        # With all that it forked: no process may outlive the test.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, err
+    return out
 
 
 def test_a_forked_process_encodes_too():

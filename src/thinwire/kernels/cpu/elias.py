@@ -1,8 +1,8 @@
 """Elias-gamma code of quantised levels, as QSGD is specified with.
 
-A level q is written as the gamma code of |q| + 1, then its sign unless it is zero. As with indices,
-the unary parts lie in one stream and the binary ones (the bits below the leading one, then the
-sign) in a second, so that both can be read in parallel.
+Levels are numbered 0, +1, -1, +2, -2, ... from 1 on, and a number is written as its gamma code. As
+with indices, the unary parts lie in one stream and the binary ones (the bits below the leading one)
+in a second, so that both can be read in parallel.
 """
 
 import numpy as np
@@ -15,34 +15,36 @@ u8, u32, u64 = np.uint8, np.uint32, np.uint64
 
 
 @jit
+def _number(level, limit):
+    """1 for a level of zero, 2 for +1, 3 for -1, 4 for +2, ..."""
+    q = np.int64(level) - limit
+    return 2 * q if q > 0 else 1 - 2 * q
+
+
+@jit
 def _lengths(levels, limit):
-    unary, binary = 0, 0
+    binary = 0
     for i in range(levels.size):
-        q = abs(np.int32(levels[i]) - limit)
-        extra = 31 - np.int64(leading_zeros(u32(q + 1)))
-        unary += extra + 1
-        binary += extra + (q > 0)
-    return unary, binary
+        binary += 31 - np.int64(leading_zeros(u32(_number(levels[i], limit))))
+    return binary + levels.size, binary
 
 
 @jit
 def _encode(levels, limit, unary, binary):
     at, bit = np.int64(0), np.int64(0)
     for i in range(levels.size):
-        signed = np.int32(levels[i]) - limit
-        q = abs(signed)
-        extra = 31 - np.int64(leading_zeros(u32(q + 1)))
+        number = _number(levels[i], limit)
+        extra = 31 - np.int64(leading_zeros(u32(number)))
         at += extra
         unary[at >> 6] |= u64(1) << u64(at & 63)
         at += 1
-        if q:
-            width = extra + 1
-            rest = u64(q + 1 - (1 << extra)) | (u64(signed < 0) << u64(extra))
+        if extra:
+            rest = u64(number - (1 << extra))
             word, shift = bit >> 6, bit & 63
             binary[word] |= rest << u64(shift)
-            if shift + width > 64:
+            if shift + extra > 64:
                 binary[word + 1] |= rest >> u64(64 - shift)
-            bit += width
+            bit += extra
 
 
 def elias_encode(levels: torch.Tensor, limit: int):
@@ -66,21 +68,19 @@ def _decode(unary, binary, limit, out):
             word &= word - u64(1)
             extra = at - last - 1
             last = at
-            q = np.int64(0)
+            number = np.int64(1)
             if extra:
-                if extra > 7 or bit + extra + 1 > 64 * binary.size:
+                if extra > 7 or bit + extra > 64 * binary.size:
                     return -1
                 k, shift = bit >> 6, bit & 63
                 rest = binary[k] >> u64(shift)
-                if shift + extra + 1 > 64:
+                if shift + extra > 64:
                     rest |= binary[k + 1] << u64(64 - shift)
-                bit += extra + 1
-                q = np.int64(rest & ((u64(1) << u64(extra)) - u64(1))) + (np.int64(1) << extra) - 1
-                if q > limit:
+                bit += extra
+                number = np.int64(rest & ((u64(1) << u64(extra)) - u64(1))) + (np.int64(1) << extra)
+                if number > 2 * limit + 1:
                     return -1
-                if (rest >> u64(extra)) & u64(1):
-                    q = -q
-            out[done] = u8(q + limit)
+            out[done] = u8(limit - number // 2 if number & 1 else limit + number // 2)
             done += 1
     return done
 

@@ -88,19 +88,15 @@ def bitmap_decode(words: Tensor, count: int, n: int) -> Tensor | None:
 
 def elias_encode(levels: Tensor, limit: int) -> tuple[int, Tensor]:
     """(unary words, all words) for levels stored from zero, zero at `limit`."""
-    signed = levels.long() - limit
-    size = signed.abs() + 1
-    extra = torch.log2(size.double()).long()
+    q = levels.long() - limit
+    number = torch.where(q > 0, 2 * q, 1 - 2 * q)
+    extra = torch.log2(number.double()).long()
     ends = torch.cumsum(extra + 1, 0)
     unary_words = -(-int(ends[-1]) // 64) if levels.numel() else 0
-    some = signed != 0
-    extra, size = extra[some], size[some]
-    rest = (size - (1 << extra)) | ((signed[some] < 0).long() << extra)
-    widths = extra + 1
-    shift = torch.arange(int(widths.sum()), device=levels.device)
-    owner = torch.repeat_interleave(torch.arange(widths.numel(), device=levels.device), widths)
-    shift = shift - (torch.cumsum(widths, 0) - widths)[owner]
-    binary = (rest[owner] >> shift) & 1
+    owner = torch.repeat_interleave(torch.arange(extra.numel(), device=levels.device), extra)
+    shift = torch.arange(owner.numel(), device=levels.device)
+    shift = shift - (torch.cumsum(extra, 0) - extra)[owner]
+    binary = ((number - (1 << extra))[owner] >> shift) & 1
     return unary_words, torch.cat(
         [_marks(ends - 1, unary_words), _words(binary, -(-binary.numel() // 64))]
     )
@@ -113,21 +109,17 @@ def elias_decode(words: Tensor, unary_words: int, count: int, limit: int) -> Ten
         return None
     extra = _gaps(at)
     binary = _bits(words[unary_words:]).long()
-    widths = torch.where(extra > 0, extra + 1, 0)
-    if count and (int(extra.max()) > 7 or int(widths.sum()) > binary.numel()):
+    if count and (int(extra.max()) > 7 or int(extra.sum()) > binary.numel()):
         return None
-    begin = torch.cumsum(widths, 0) - widths
-    rest = torch.zeros_like(extra)
-    sign = torch.zeros_like(extra)
+    begin = torch.cumsum(extra, 0) - extra
+    number = 1 << extra
     for i in range(7):
         some = extra > i
-        rest[some] |= binary[begin[some] + i] << i
-    some = extra > 0
-    sign[some] = binary[begin[some] + extra[some]]
-    size = rest + (1 << extra) - 1
-    if count and int(size.max()) > limit:
+        number[some] |= binary[begin[some] + i] << i
+    if count and int(number.max()) > 2 * limit + 1:
         return None
-    return (torch.where(sign > 0, -size, size) + limit).to(torch.uint8)
+    half = number // 2
+    return (limit + torch.where(number % 2 == 1, -half, half)).to(torch.uint8)
 
 
 def _shift_right(z: Tensor, by: int) -> Tensor:

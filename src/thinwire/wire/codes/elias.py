@@ -17,7 +17,7 @@ from thinwire.wire.codes.uniform import blocks, check_block, check_levels, fit
 class Elias(Code):
     """Sections: scales, then 64-bit words, `unary_words` of unary parts and then the binary ones.
 
-    A level q is the Elias-gamma code of |q| + 1, followed by its sign bit unless it is zero.
+    Levels 0, +1, -1, +2, ... have the numbers 1, 2, 3, 4, ... and are their Elias-gamma codes.
     """
 
     limit: int
