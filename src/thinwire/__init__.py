@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
     from thinwire.errors import FrameError, MissingExtraError, ThinwireError, ThinwireWarning
     from thinwire.kernels import Key
-    from thinwire.wire import Payload, decode, pack, unpack, unpack_all
+    from thinwire.wire import Payload, decode, pack, unpack
 
 __version__ = "0.1.0"
 
@@ -70,7 +70,6 @@ __all__ = [
     "pack",
     "parse",
     "unpack",
-    "unpack_all",
 ]
 
 _ROOMS = ("errors", "kernels", "wire", "compressors")

@@ -8,14 +8,11 @@ is allocated is bounded by the frame's own length, apart from what the claimed n
 needs.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from thinwire import kernels
 from thinwire.errors import FrameError
-from thinwire.kernels import threads
 from thinwire.wire.code import Extent, Section, as_bytes
 from thinwire.wire.codes import NonFinite
 from thinwire.wire.header import ALIGNMENT, CHECKSUM, Header, read_header
@@ -76,15 +73,6 @@ def unpack(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Payload:
     )
     _ = payload.opened  # decodes and checks positions and coded levels
     return payload
-
-
-def unpack_all(frames: Sequence[Tensor], *, max_numel: int = MAX_NUMEL) -> list[Payload]:
-    """`unpack` of several frames, in parallel: what all ranks have sent, say."""
-    parts = threads.ranges(len(frames), least=1)
-    done = threads.run(
-        lambda lo, hi: [unpack(frame, max_numel=max_numel) for frame in frames[lo:hi]], parts
-    )
-    return [payload for some in done for payload in some]
 
 
 def decode(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Tensor:

@@ -106,15 +106,20 @@ def _candidates(x, r, k: int):
         return None
     bound, share = bracket
 
+    parts = threads.ranges(x.size)
+    # Large values may all lie in one range, so each has room for all of them. Allocated here: the
+    # C library gives memory of other threads back to the system, at a page fault a page.
+    room = min(x.size, int(x.size * share * 1.5)) + 1024
+    buffers = {
+        lo: (np.empty(room, index_dtype(x.size)), np.empty(room, x.dtype)) for lo, _ in parts
+    }
+
     def work(lo, hi):
-        # Large values may all lie in one range, so each has room for all of them.
-        room = min(hi - lo, int(x.size * share * 1.5)) + 1024
-        positions = np.empty(room, index_dtype(x.size))
-        values = np.empty(room, x.dtype)
+        positions, values = buffers[lo]
         found, top = _collect(x[lo:hi], part(r, lo, hi), bound, lo, positions, values)
         return found, top, positions[:found], values[:found]
 
-    results = threads.run(work, threads.ranges(x.size))
+    results = threads.run(work, parts)
     if any(found < 0 for found, *_ in results) or sum(found for found, *_ in results) < k:
         return None
     top = max(top for _, top, *_ in results)
