@@ -389,7 +389,7 @@ def test_ranges_cover_everything_once(n):
         assert all(lo % quantum == 0 for lo, _ in parts)
 
 
-def run_script(source: str, timeout: float = 60) -> str:
+def run_script(source: str, timeout: float = 100) -> str:
     """Run a script in a process of its own, killed after `timeout` seconds; what it printed."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(source)],

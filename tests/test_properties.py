@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rows import ROWS
-from tensors import FLOATS, bits, content, normal, same
+from tensors import FLOATS, bits, content, normal, real_of, same
 
 import thinwire as tw
 from thinwire import kernels
@@ -176,7 +176,7 @@ def test_randomk_positions_are_distinct(n, k):
     ],
 )
 def test_randomk_positions_are_uniform(n, k, field):
-    trials = 3000
+    trials = 2000
     counts = np.zeros(n)
     for i in range(trials):
         counts[positions_of(n, k, tw.Key(**{field: i}))] += 1
@@ -366,15 +366,14 @@ def test_affine_of_a_huge_range_does_not_overflow(bits_, block):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.spec)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 def test_the_largest_numbers_stay_finite(row, dtype):
     """Scales are rounded; at the top of the range, the next number is an infinity."""
-    c, real = row.compressor, torch.float64 if dtype == torch.float64 else torch.float32
+    c, top = row.compressor, torch.finfo(dtype).max
     for n in (1, 7, 300):
         for seed in range(4):
-            x = content("huge" if seed else "constant", n, dtype, seed)
-            x = x / x.abs().max() * torch.finfo(dtype).max if not seed else x
-            r = torch.zeros(n, dtype=real) if row.residual else None
+            x = content("huge", n, dtype, seed) if seed else torch.full((n,), top, dtype=dtype)
+            r = torch.zeros(n, dtype=real_of(dtype)) if row.residual else None
             payload = c.encode(x, residual=r, key=tw.Key(seed))
             if payload.non_finite:
                 assert row.reach < 1

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.wire.code import KEEP, Code, Extent, Start
-from thinwire.wire.codes import Seeded, Sparse
 from thinwire.wire.codes.raw import begin
+from thinwire.wire.codes.sparse import Scattered
 from thinwire.wire.header import header_bytes
 
 
@@ -97,7 +97,7 @@ class Payload:
 
     def picked(self) -> tuple[Tensor, Tensor] | None:
         """(positions, values) of a sparse payload, None for others."""
-        if isinstance(self.code, Sparse | Seeded):
+        if isinstance(self.code, Scattered):
             return self.code.picked(self.opened, self.extent)
         return None
 

@@ -19,22 +19,39 @@ def plain_dtype(numel: int) -> torch.dtype:
     return torch.int32 if numel < 1 << 31 else torch.int64
 
 
-def scatter(positions: Tensor, values: Tensor, out: Tensor, weight: float, start: Start) -> None:
-    """Add sparse values to out after `start`."""
-    kernels.on(out.device).scatter_add(
-        out, positions, values, weight=weight, fresh=start.fresh, plus=start.plus
-    )
+class Scattered(Code):
+    """Base of codes that put `count` values at positions; subclasses hold the two fields."""
 
+    count: int
+    inner: Code  # of the values
 
-def check_values(inner: Code, extent: Extent) -> None:
-    """Check the code of the values; no values are always written plainly."""
-    if not extent.numel and not inner.verbatim:
-        raise FrameError("no values in a code for numbers")
-    inner.check(extent)
+    def check_count(self, extent: Extent) -> None:
+        """No more values than elements; no values at all are always written plainly."""
+        if self.count > extent.numel:
+            raise FrameError(f"{self.count} positions in a tensor of {extent.numel} elements")
+        if not self.count and not self.inner.verbatim:
+            raise FrameError("no values in a code for numbers")
+
+    def inner_extent(self, extent: Extent) -> Extent:
+        return Extent(extent.dtype, self.count)
+
+    def picked(self, opened: Any, extent: Extent) -> tuple[Tensor, Tensor]:
+        """(positions, values)."""
+        positions, inner = opened
+        own = self.inner_extent(extent)
+        return positions, self.inner.values(inner, own, positions.device)
+
+    def add(
+        self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
+    ) -> None:
+        positions, values = self.picked(opened, extent)
+        kernels.on(out.device).scatter_add(
+            out, positions, values, weight=weight, fresh=start.fresh, plus=start.plus
+        )
 
 
 @dataclass(frozen=True)
-class Sparse(Code):
+class Sparse(Scattered):
     """Sections: the positions in one of three forms, then the sections of the values.
 
     Form 0: each position as a 32-bit (64-bit from 2^31 elements on) integer. Form 1: a bitmap in
@@ -50,8 +67,7 @@ class Sparse(Code):
     id: ClassVar[int] = 4
 
     def check(self, extent: Extent) -> None:
-        if self.count > extent.numel:
-            raise FrameError(f"{self.count} positions in a tensor of {extent.numel} elements")
+        self.check_count(extent)
         if self.form not in (PLAIN, BITMAP, RICE):
             raise FrameError(f"unknown form {self.form} of positions")
         if self.parameter > 48 or (self.form != RICE and (self.parameter or self.unary_words)):
@@ -62,10 +78,7 @@ class Sparse(Code):
             raise FrameError(f"longer Rice codes than {self.count} positions can have")
         if (64 * self.unary_words) << self.parameter >= 1 << 62:
             raise FrameError("Rice codes that leave 64-bit integers")
-        check_values(self.inner, self._inner_extent(extent))
-
-    def _inner_extent(self, extent: Extent) -> Extent:
-        return Extent(extent.dtype, self.count)
+        self.inner.check(self.inner_extent(extent))
 
     def sections(self, extent: Extent) -> list[Section]:
         if self.form == PLAIN:
@@ -74,11 +87,11 @@ class Sparse(Code):
             own = Section(torch.int64, -(-extent.numel // 64))
         else:
             own = Section(torch.int64, self.unary_words + -(-self.count * self.parameter // 64))
-        return [own, *self.inner.sections(self._inner_extent(extent))]
+        return [own, *self.inner.sections(self.inner_extent(extent))]
 
     def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
         positions = self._positions(sections[0], extent.numel)
-        return positions, self.inner.open(sections[1:], self._inner_extent(extent))
+        return positions, self.inner.open(sections[1:], self.inner_extent(extent))
 
     def _positions(self, section: Tensor, numel: int) -> Tensor:
         kernel = kernels.on(section.device)
@@ -99,17 +112,6 @@ class Sparse(Code):
             raise FrameError(f"positions: not exactly {self.count} that lie inside the tensor")
         decoded: Tensor = found
         return decoded
-
-    def picked(self, opened: Any, extent: Extent) -> tuple[Tensor, Tensor]:
-        """(positions, values)."""
-        positions, inner = opened
-        own = self._inner_extent(extent)
-        return positions, self.inner.values(inner, own, positions.device)
-
-    def add(
-        self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
-    ) -> None:
-        scatter(*self.picked(opened, extent), out, weight, start)
 
 
 def write_positions(positions: Tensor, numel: int) -> tuple[dict[str, int], Tensor]:
