@@ -9,11 +9,11 @@ from thinwire.compressors import check
 from thinwire.compressors.base import Compressor, Encoded, Request
 from thinwire.wire.code import Extent
 from thinwire.wire.codes import Narrow, Scaled8
+from thinwire.wire.codes.raw import PIECE
 from thinwire.wire.codes.scaled8 import scale_blocks
 from thinwire.wire.codes.uniform import fit
 
 _KINDS = {"fp16": (1, torch.float16), "bf16": (2, torch.bfloat16)}
-_PIECE = 1 << 17  # elements
 _FP8_TOP = 448.0
 _TINY = {torch.float32: 2.0**-118, torch.float64: 2.0**-800}
 
@@ -59,7 +59,7 @@ class Cast(Compressor):
         code = Scaled8(self.block) if self.to == "fp8" else Narrow(_KINDS[self.to][0])
         layout = code.sections(Extent(request.dtype, request.numel))
         sections = tuple(torch.empty(s.numel, dtype=s.dtype, device=x.device) for s in layout)
-        step = self.block * max(1, _PIECE // self.block)
+        step = self.block * max(1, PIECE // self.block)
         room = torch.empty_like(x[:step])
         for lo in range(0, request.numel, step):
             p = x[lo : lo + step]
