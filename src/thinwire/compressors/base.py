@@ -84,8 +84,8 @@ class Compressor(ABC):
         """Encode x + r; None if it is not finite throughout. Never called with no elements."""
 
     def encode_bits(self, flat: Tensor) -> Encoded:
-        """Encode any bits of any type; for lossless ones only."""
-        raise NotImplementedError(f"{type(self).__name__} is lossy")
+        """Encode any bits of any type; what is `lossless` overrides this, nothing else is asked."""
+        raise AssertionError(f"{type(self).__name__} says it is lossless but cannot encode bits")
 
     def __str__(self) -> str:
         return spec_of(self)

@@ -15,7 +15,7 @@ from thinwire.wire.codes import Zipped
 class Lossless(Compressor):
     """Byte planes through a general-purpose coder.
 
-    Every type, every bit. Alone it shrinks float32 gradients by some 10 to 20 %; at the end of a
+    Every type, every bit. Alone it shrinks normally distributed float32 by 15 %; at the end of a
     chain (`Quantize(4) | Lossless()`) it squeezes what the stages before it send.
 
     Args:

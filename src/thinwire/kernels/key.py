@@ -27,8 +27,10 @@ class Key(NamedTuple):
     def checked(self) -> "Key":
         """Return self, or raise ValueError naming the field that is out of range."""
         for name, value in self._asdict().items():
-            if not 0 <= value < _LIMITS[name]:
-                raise ValueError(f"Key: {name} must be in [0, {_LIMITS[name]}), got {value}")
+            if not isinstance(value, int) or not 0 <= value < _LIMITS[name]:
+                raise ValueError(
+                    f"Key: {name} must be an integer in [0, {_LIMITS[name]}), got {value!r}"
+                )
         return self
 
     def substream(self) -> "Key":
