@@ -4,6 +4,7 @@ Two calls with the same key give the same numbers on every device and for every 
 nothing ever reads or advances torch's global generator.
 """
 
+from numbers import Integral
 from typing import NamedTuple
 
 _LIMITS = {"seed": 1 << 64, "step": 1 << 32, "tensor": 1 << 32, "stream": 1 << 8}
@@ -27,7 +28,7 @@ class Key(NamedTuple):
     def checked(self) -> "Key":
         """Return self, or raise ValueError naming the field that is out of range."""
         for name, value in self._asdict().items():
-            if not isinstance(value, int) or not 0 <= value < _LIMITS[name]:
+            if not isinstance(value, Integral) or not 0 <= int(value) < _LIMITS[name]:
                 raise ValueError(
                     f"Key: {name} must be an integer in [0, {_LIMITS[name]}), got {value!r}"
                 )

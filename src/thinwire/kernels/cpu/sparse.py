@@ -90,7 +90,7 @@ def _rank(size, k, n):
 
 
 def _bracket(x, r, k: int):
-    """A bound that surely k elements reach (1.25 k at 1 %), and the share of elements expected there."""
+    """A bound that k elements surely reach, and the share of elements expected to."""
     sample = np.empty(SAMPLE, INTEGER[x.dtype])
     _sample(x, r, sample)
     rank = _rank(SAMPLE, k, x.size)
