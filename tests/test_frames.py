@@ -299,11 +299,11 @@ HOSTILE = {
     ),
     "key": (
         lambda: frame_of(Seeded(1, 0, 1, 1 << 32, 1, 0, Raw()), F32, [4], SCALE),
-        "Key: step must be in",
+        "Key: step must be an integer in",
     ),
     "stream": (
         lambda: frame_of(Seeded(1, 0, 1, 1, 1, 256, Raw()), F32, [4], SCALE),
-        "Key: stream must be in",
+        "Key: stream must be an integer in",
     ),
     # Levels
     "width": (lambda: frame_of(Uniform(9, 127, 0), F32, [16], SCALE, LEVELS), "into 9 bits"),
