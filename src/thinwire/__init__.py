@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinwire.collectives import Account, Handle, all_reduce, all_reduce_coalesced, wait_all
     from thinwire.compressors import (
         QSGD,
         Bernoulli,
@@ -35,7 +36,15 @@ if TYPE_CHECKING:
         compressors,
         parse,
     )
-    from thinwire.errors import FrameError, MissingExtraError, ThinwireError, ThinwireWarning
+    from thinwire.errors import (
+        FrameError,
+        MemoryLimitError,
+        MismatchError,
+        MissingExtraError,
+        PeerError,
+        ThinwireError,
+        ThinwireWarning,
+    )
     from thinwire.kernels import Key
     from thinwire.wire import Payload, decode, pack, unpack
 
@@ -43,18 +52,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "QSGD",
+    "Account",
     "Bernoulli",
     "Cast",
     "Chain",
     "Compressor",
     "FrameError",
+    "Handle",
     "Key",
     "Lossless",
+    "MemoryLimitError",
+    "MismatchError",
     "MissingExtraError",
     "Natural",
     "NoCompression",
     "OneBit",
     "Payload",
+    "PeerError",
     "Quantize",
     "RandomK",
     "ScaledSign",
@@ -65,14 +79,17 @@ __all__ = [
     "Tiered",
     "TopK",
     "__version__",
+    "all_reduce",
+    "all_reduce_coalesced",
     "compressors",
     "decode",
     "pack",
     "parse",
     "unpack",
+    "wait_all",
 ]
 
-_ROOMS = ("errors", "kernels", "wire", "compressors")
+_ROOMS = ("errors", "kernels", "wire", "compressors", "collectives")
 
 
 class _Face(ModuleType):
@@ -85,6 +102,8 @@ class _Face(ModuleType):
             module = importlib.import_module(f"thinwire.{room}")
             found = {key: getattr(module, key) for key in __all__ if hasattr(module, key)}
             vars(self).update({key: value for key, value in found.items() if key != "compressors"})
+            if name in found:
+                break
         return vars(self)[name]
 
     def __dir__(self) -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from thinwire.compressors.spec import spec_of
 from thinwire.errors import ThinwireWarning
 from thinwire.kernels import Key
-from thinwire.wire.code import Code, Start
+from thinwire.wire.code import Code, Extent, Start
 from thinwire.wire.codes import NonFinite, Raw
 from thinwire.wire.header import DTYPES
 from thinwire.wire.payload import Payload, add_all, flat_view, flattened
@@ -74,6 +74,16 @@ class Compressor(ABC):
         """Whether the result depends on the key."""
         return False
 
+    @property
+    def common_key(self) -> bool:
+        """Whether all ranks must draw with the same key."""
+        return False
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it sends some elements and the rest not at all (see `pick`)."""
+        return False
+
     @cached_property
     def fingerprint(self) -> int:
         """32 bits that differ for different settings; ranks compare them."""
@@ -86,6 +96,16 @@ class Compressor(ABC):
     def encode_bits(self, flat: Tensor) -> Encoded:
         """Encode any bits of any type; what is `lossless` overrides this, nothing else is asked."""
         raise AssertionError(f"{type(self).__name__} says it is lossless but cannot encode bits")
+
+    def choose(self, request: Request) -> tuple[Tensor, Tensor] | None:
+        """What is `sparse` answers `pick` with this."""
+        raise AssertionError(f"{type(self).__name__} is not sparse")
+
+    def encode_chosen(
+        self, positions: Tensor, values: Tensor, extent: Extent, key: Key
+    ) -> Encoded | None:
+        """What is `sparse` answers `enclose` with this."""
+        raise AssertionError(f"{type(self).__name__} is not sparse")
 
     def __str__(self) -> str:
         return spec_of(self)
@@ -121,7 +141,7 @@ class Compressor(ABC):
         self, x: Tensor, *, residual: Tensor | None = None, key: Key | None = None
     ) -> Payload:
         """The payload of C(x + residual); x and the residual are only read."""
-        self._check_input(x, residual)
+        self.check_input(x, residual)
         if key is None and self.random and residual is not None:
             warnings.warn(
                 f"{type(self).__name__}.encode with a residual but without key=: every call draws "
@@ -140,10 +160,38 @@ class Compressor(ABC):
             )
             encoded = self.encode_flat(request) if x.numel() else _nothing(flat)
             finite = encoded is not None
-        code, sections, known = encoded or Encoded(NonFinite(), ())
-        return Payload(
-            code, x.dtype, x.shape, sections, x.device, not finite, self.fingerprint, known
-        )
+        return self._payload(encoded, x.dtype, x.shape, x.device, not finite)
+
+    def pick(
+        self, x: Tensor, *, residual: Tensor | None = None, key: Key | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """The first half of a `sparse` compressor: what of x + residual it would send.
+
+        Returns:
+            Ascending positions in the flat tensor and their values (float32, or float64 for a
+            float64 x); None if x is not finite throughout.
+        """
+        self.check_input(x, residual)
+        flat = flattened(x)
+        r = None if residual is None else flattened(residual)
+        key = DEFAULT_KEY if key is None else key.checked()
+        if not x.numel():
+            return torch.empty(0, dtype=torch.int64, device=x.device), _widen(flat)
+        return self.choose(Request(_widen(flat), r, x.dtype, key))
+
+    def enclose(
+        self, positions: Tensor, values: Tensor, extent: Extent, key: Key | None = None
+    ) -> Payload:
+        """The second half: a flat payload of these values at these positions, and no others."""
+        key = DEFAULT_KEY if key is None else key.checked()
+        encoded = self.encode_chosen(positions, values, extent, key)
+        shape = torch.Size([extent.numel])
+        return self._payload(encoded, extent.dtype, shape, values.device, encoded is None)
+
+    def flagged(self, extent: Extent, device: torch.device) -> Payload:
+        """The flat payload that only says: not finite."""
+        shape = torch.Size([extent.numel])
+        return self._payload(None, extent.dtype, shape, device, True)
 
     def settle(self, payload: Payload, x: Tensor, residual: Tensor) -> None:
         """residual <- (x + residual) - decoded payload, unless the payload is non-finite."""
@@ -182,6 +230,17 @@ class Compressor(ABC):
         add_all(payloads, flat, weight)
         done()
 
+    def _payload(
+        self,
+        encoded: Encoded | None,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        device: torch.device,
+        non_finite: bool,
+    ) -> Payload:
+        code, sections, known = encoded or Encoded(NonFinite(), ())
+        return Payload(code, dtype, shape, sections, device, non_finite, self.fingerprint, known)
+
     def _check_payload(self, payload: Payload) -> None:
         if payload.fingerprint != self.fingerprint:
             raise ValueError(
@@ -190,7 +249,8 @@ class Compressor(ABC):
                 "tw.decode(frame) reads any frame."
             )
 
-    def _check_input(self, x: Tensor, residual: Tensor | None) -> None:
+    def check_input(self, x: Tensor, residual: Tensor | None) -> None:
+        """Raise TypeError or ValueError for a tensor and residual that `encode` cannot take."""
         who = type(self).__name__
         takes = DTYPES if self.lossless and residual is None else FLOATS
         if x.dtype not in takes:

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from thinwire.compressors.base import Compressor, Encoded, Request
 from thinwire.compressors.lossless import Lossless
-from thinwire.compressors.sparsifier import Sparsifier
+from thinwire.compressors.sparsifier import Selection, Sparsifier, encode_selection, raw_values
 from thinwire.compressors.tiered import Tiered
+from thinwire.kernels import Key
 from thinwire.wire.code import Extent
 
 MOST_STAGES = 4
@@ -69,14 +72,40 @@ class Chain(Compressor):
     def random(self) -> bool:
         return any(stage.random for stage in self.stages)
 
+    @property
+    def common_key(self) -> bool:
+        return any(stage.common_key for stage in self.stages)
+
+    @property
+    def sparse(self) -> bool:
+        return self.stages[0].sparse
+
     def encode_flat(self, request: Request) -> Encoded | None:
-        *stages, last = self.stages
-        if not isinstance(last, Lossless):
-            return _through([*stages, last])(request)
-        encoded = _through(stages)(request)
-        if encoded is None:
-            return None
-        return last.zip(encoded, Extent(request.dtype, request.numel))
+        encoded = _through(self._lossy)(request)
+        return self._squeezed(encoded, Extent(request.dtype, request.numel))
+
+    def choose(self, request: Request) -> tuple[Tensor, Tensor] | None:
+        return self.stages[0].choose(request)
+
+    def encode_chosen(
+        self, positions: Tensor, values: Tensor, extent: Extent, key: Key
+    ) -> Encoded | None:
+        rest = self._lossy[1:]
+        through = _through(rest) if rest else raw_values
+        encoded = encode_selection(Selection(positions, values), extent, key, through)
+        return self._squeezed(encoded, extent)
+
+    @property
+    def _lossy(self) -> list[Compressor]:
+        return [stage for stage in self.stages if not isinstance(stage, Lossless)]
+
+    def _squeezed(self, encoded: Encoded | None, extent: Extent) -> Encoded | None:
+        last = self.stages[-1]
+        return (
+            encoded
+            if encoded is None or not isinstance(last, Lossless)
+            else last.zip(encoded, extent)
+        )
 
 
 def _through(stages: list[Compressor]) -> Callable[[Request], Encoded | None]:

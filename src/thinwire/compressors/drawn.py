@@ -25,6 +25,10 @@ class Drawn(Sparsifier):
     def summable(self) -> bool:
         return self.shared
 
+    @property
+    def common_key(self) -> bool:
+        return self.shared
+
     def check_options(self) -> None:
         who = type(self).__name__
         check.one_of(who, "scaled", self.scaled, (None, True, False))

@@ -52,6 +52,19 @@ class Sparsifier(Compressor):
     def encode_flat(self, request: Request) -> Encoded | None:
         return self.encode_through(request, raw_values)
 
+    @property
+    def sparse(self) -> bool:
+        return True
+
+    def choose(self, request: Request) -> tuple[Tensor, Tensor] | None:
+        selection = self.select(request)
+        return None if selection is None else (selection.positions, selection.values)
+
+    def encode_chosen(
+        self, positions: Tensor, values: Tensor, extent: Extent, key: Key
+    ) -> Encoded | None:
+        return encode_selection(Selection(positions, values), extent, key, raw_values)
+
     def encode_through(
         self, request: Request, encode_values: Callable[[Request], Encoded | None]
     ) -> Encoded | None:
@@ -59,19 +72,30 @@ class Sparsifier(Compressor):
         selection = self.select(request)
         if selection is None:
             return None
-        positions, values, drawn, chance = selection
-        count = positions.numel()
-        inner = Request(values, None, request.dtype, request.key.substream())
-        encoded = encode_values(inner) if count else raw_values(inner)
-        if encoded is None:
-            return None
-        code, sections, known = encoded
-        if known is None:
-            known = code.open(sections, Extent(request.dtype, count))
-        outer: Code
-        if drawn is not None:
-            outer = Seeded(count, chance, *drawn, code)
-            return Encoded(outer, sections, (positions, known))
-        settings, written = write_positions(positions, request.numel)
-        outer = Sparse(count, inner=code, **settings)
-        return Encoded(outer, (written, *sections), (positions, known))
+        extent = Extent(request.dtype, request.numel)
+        return encode_selection(selection, extent, request.key, encode_values)
+
+
+def encode_selection(
+    selection: Selection,
+    extent: Extent,
+    key: Key,
+    encode_values: Callable[[Request], Encoded | None],
+) -> Encoded | None:
+    """Positions and values as a code, the values going through a further stage."""
+    positions, values, drawn, chance = selection
+    count = positions.numel()
+    inner = Request(values, None, extent.dtype, key.substream())
+    encoded = encode_values(inner) if count else raw_values(inner)
+    if encoded is None:
+        return None
+    code, sections, known = encoded
+    if known is None:
+        known = code.open(sections, Extent(extent.dtype, count))
+    outer: Code
+    if drawn is not None:
+        outer = Seeded(count, chance, *drawn, code)
+        return Encoded(outer, sections, (positions, known))
+    settings, written = write_positions(positions, extent.numel)
+    outer = Sparse(count, inner=code, **settings)
+    return Encoded(outer, (written, *sections), (positions, known))

@@ -57,6 +57,10 @@ class Tiered(Compressor):
     def random(self) -> bool:
         return self.large.random or self.small.random
 
+    @property
+    def common_key(self) -> bool:
+        return self.large.common_key or self.small.common_key
+
     def encode_flat(self, request: Request) -> Encoded | None:
         x, r, dtype, key = request
         chosen = kernels.on(x.device).top_k(x, r, kept(request.numel, self.ratio))

@@ -7,6 +7,7 @@ nothing ever reads or advances torch's global generator.
 from numbers import Integral
 from typing import NamedTuple
 
+_MASK = (1 << 64) - 1
 _LIMITS = {"seed": 1 << 64, "step": 1 << 32, "tensor": 1 << 32, "stream": 1 << 8}
 
 
@@ -34,6 +35,20 @@ class Key(NamedTuple):
                 )
         return self
 
+    def derive(self, *numbers: int) -> "Key":
+        """A key of its own for each tuple of numbers: ranks, slices or shards of one draw."""
+        seed = self.seed
+        for number in numbers:
+            seed = _mix((seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK)
+        return self._replace(seed=seed)
+
     def substream(self) -> "Key":
         """The key for the next consumer of the same encode (see `stream`)."""
         return Key(self.seed, self.step, self.tensor, self.stream + 1)
+
+
+def _mix(word: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit depends on every bit."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
+    return word ^ (word >> 31)

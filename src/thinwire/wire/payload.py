@@ -102,15 +102,22 @@ class Payload:
         return None
 
 
-def add_all(payloads: Sequence[Payload], out: Tensor, weight: float = 1.0) -> None:
-    """out += weight * decoded for all payloads in their order, to the same bits as one by one."""
+def add_all(
+    payloads: Sequence[Payload], out: Tensor, weight: float = 1.0, *, fresh: bool = False
+) -> None:
+    """out += weight * decoded for all payloads in their order, to the same bits as one by one.
+
+    With `fresh`, whatever out held before does not count.
+    """
     picked = [p.picked() for p in payloads]
     real = all(p.extent.real == out.dtype for p in payloads)
     if real and len(payloads) > 1 and all(item is not None for item in picked):
+        if fresh:
+            out.zero_()
         kernels.on(out.device).scatter_add_many(out, picked, weight)
         return
-    for payload in payloads:
-        payload.add_to(out, weight)
+    for i, payload in enumerate(payloads):
+        payload.add_to(out, weight, Start(fresh=fresh and i == 0))
 
 
 def _within(values: Tensor, dtype: torch.dtype) -> Tensor:

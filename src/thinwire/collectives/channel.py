@@ -1,0 +1,202 @@
+"""One FIFO thread and one link for each (process, group): all exchanges of a group, in order.
+
+Ranks agree on the order of exchanges because each submits them in program order and one thread
+carries them out. The link is made with the first exchange. A channel ends with its process group,
+with the interpreter, or with the first exchange that loses a peer.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.collectives.handle import Handle
+from thinwire.collectives.link import GivenUpError, Link, Members
+from thinwire.errors import PeerError, ThinwireError
+
+log = logging.getLogger("thinwire")
+
+IDLE_CHECK = 1.0  # seconds between two looks whether the process group still exists
+EXIT_GRACE = 2.0  # seconds that exchanges get to end when the interpreter ends
+
+Job = Callable[[Link, timedelta], None]
+
+
+class Channel:
+    """The thread and the link of one group; `submit` is all that others call."""
+
+    def __init__(self, members: Members, alive: Callable[[], bool]) -> None:
+        self.members = members
+        self.count = 0  # exchanges submitted so far: equal on all ranks of a sound program
+        self.noted: set[Any] = set()  # choices already logged
+        self._alive = alive
+        self._jobs: queue.SimpleQueue[tuple[Handle, Job, timedelta] | None] = queue.SimpleQueue()
+        self._link: Link | None = None
+        self._stop = threading.Event()
+        self._lost: str | None = None
+        self._busy = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._run, name=f"thinwire {members.name}", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, handle: Handle, job: Job, timeout: timedelta | None) -> None:
+        """Queue a job; `handle` ends when it has ended."""
+        with self._lock:
+            if self._stop.is_set():
+                raise PeerError("the process group has been destroyed")
+            self.count += 1
+            self._busy += 1
+            self._jobs.put((handle, job, timeout or self.members.timeout))
+
+    def close(self) -> None:
+        """Let the thread end; what is queued fails."""
+        self._stop.set()
+        self._jobs.put(None)
+
+    def drain(self, seconds: float) -> None:
+        """Wait for queued jobs, then end the thread."""
+        end = time.monotonic() + seconds
+        while self._busy and self._lost is None and time.monotonic() < end:
+            time.sleep(0.01)
+        self.close()
+        self._thread.join(seconds)
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                item = self._jobs.get(timeout=IDLE_CHECK)
+            except queue.Empty:
+                if not self._alive():
+                    self._stop.set()
+                continue
+            if item is not None:
+                self._carry_out(*item)
+            del item  # the job holds tensors
+        self._refuse_rest()
+        self._link = None
+
+    def _carry_out(self, handle: Handle, job: Job, timeout: timedelta) -> None:
+        error: BaseException | None = None
+        try:
+            self._do(handle, job, timeout)
+        except GivenUpError:
+            error = PeerError("given up: the process group or the interpreter has ended")
+        except BaseException as caught:
+            error = caught
+        if isinstance(error, PeerError) and self._link is not None and self._link.closed:
+            self._lost = str(error)
+        with self._lock:
+            self._busy -= 1
+        handle.end(error)
+        error = None  # its traceback holds this frame, and with it the process group
+
+    def _do(self, handle: Handle, job: Job, timeout: timedelta) -> None:
+        if self._lost is not None:
+            raise PeerError(f"the group lost its connections in an earlier call: {self._lost}")
+        if self._link is None:
+            try:
+                self._link = Link(self.members, timeout, self._stop.is_set)
+            except ThinwireError as error:
+                self._lost = str(error)
+                raise
+        link = self._link
+        sent, received = link.bytes_sent, link.bytes_received
+        try:
+            job(link, timeout)
+        finally:
+            handle.account.bytes_sent = link.bytes_sent - sent
+            handle.account.bytes_received = link.bytes_received - received
+
+    def _refuse_rest(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._jobs.get_nowait()
+                if item is not None:
+                    item[0].end(PeerError("the process group has been destroyed"))
+
+
+_channels: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], Channel]]
+_channels = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def process_group(group: Any) -> Any:
+    """The group meant: the default one for None."""
+    if not dist.is_initialized():
+        raise RuntimeError("call torch.distributed.init_process_group first")
+    group = dist.group.WORLD if group is None else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        raise ValueError("this rank does not belong to the group")
+    return group
+
+
+def channel_of(
+    group: Any, device: torch.device, between: tuple[int, int, int] | None = None
+) -> Channel:
+    """The channel of a process group for tensors on a device, made when first asked for.
+
+    Args:
+        group: as from `process_group`.
+        device: of the tensors; groups may have different backends for CPU and CUDA.
+        between: (sender, receiver, tag) for a channel between two members of the group alone.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    index = dist.get_rank(group)
+    name = f"{group.group_name}/{device.type}"
+    if between is not None:
+        sender, receiver, tag = between
+        name += f"/{sender}-{receiver}/{tag}"
+        index = (sender, receiver).index(index)
+        ranks = [ranks[sender], ranks[receiver]]
+    with _lock:
+        own = _channels.setdefault(group, {})
+        found = own.get((os.getpid(), name))
+        if found is None or found.ended:
+            backend = group._get_backend(torch.device(device.type))
+            store = dist.distributed_c10d._get_process_group_store(group)
+            timeout = getattr(backend.options, "_timeout", dist.default_pg_timeout)
+            devices = getattr(backend.options, "_devices", None)
+            kind = backend.name()
+            members = Members(name, tuple(ranks), index, store, kind, devices, timeout)
+            reference = weakref.ref(group)
+            found = own[os.getpid(), name] = Channel(members, lambda: _exists(reference))
+            weakref.finalize(group, found.close)
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
+        return found
+
+
+def _exists(reference: "weakref.ref[Any]") -> bool:
+    group = reference()
+    if group is None or not dist.is_initialized():
+        return False
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _close_all() -> None:
+    """A thread must not be inside torch when the interpreter goes."""
+    mine = [
+        c for own in list(_channels.values()) for (pid, _), c in own.items() if pid == os.getpid()
+    ]
+    for channel in mine:
+        channel.drain(EXIT_GRACE)

@@ -1,0 +1,114 @@
+"""What a caller holds while an exchange is under way."""
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Account:
+    """What an exchange came to, filled in while it runs.
+
+    Args:
+        collective: the algorithm that was used.
+        bytes_sent, bytes_received: by this rank, without the packet headers of the network.
+        seconds: where this rank's time went: "encode", "network" (waiting for others included)
+            and "decode".
+    """
+
+    collective: str = ""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Handle:
+    """An exchange that was started; the tensors belong to it until it has ended.
+
+    It must not be dropped on one rank and waited for on another: every rank takes part anyway.
+    """
+
+    def __init__(self, result: Any, what: str) -> None:
+        self.account = Account()
+        self.what = what
+        self._result = result
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
+
+    def __repr__(self) -> str:
+        state = "running" if not self._ended.is_set() else "failed" if self._error else "done"
+        return f"<{self.what}, {state}>"
+
+    @property
+    def collective(self) -> str:
+        """The algorithm that was used; empty until ranks have agreed on one."""
+        return self.account.collective
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent."""
+        return self.account.bytes_sent
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the exchange has ended; raise its error if it failed.
+
+        Args:
+            timeout: seconds to wait here. When they pass TimeoutError is raised, and the exchange
+                goes on. (The `timeout` of the call itself ends the exchange.)
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"{self.what} has not ended within {timeout:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def exception(self) -> BaseException | None:
+        """The error of an exchange that failed; None while it runs and when it went well."""
+        return self._error
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """A torch future that holds the tensor (the list of tensors), or the error."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._ended.is_set():
+                    self._fulfil(self._future)
+            return self._future
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Called once, by whoever carries out the exchange."""
+        with self._lock:
+            self._error = error
+            self._ended.set()
+            if self._future is not None:
+                self._fulfil(self._future)
+
+    def _fulfil(self, future: "torch.futures.Future[Any]") -> None:
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self._error)
+
+
+def wait_all(handles: Iterable[Handle]) -> None:
+    """Return when all have ended; raise the first error among them, in the order given.
+
+    Every one is waited for first, so that no tensor is in use any more when the error comes.
+    """
+    handles = list(handles)
+    first: BaseException | None = None
+    for handle in handles:
+        try:
+            handle.wait()
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first

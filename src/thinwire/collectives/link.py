@@ -1,0 +1,213 @@
+"""The connections of one group, for exchanges of plain bytes and sums.
+
+A link is a process group of its own over the same ranks, so that nothing here can get mixed up with
+the collectives that the user's program runs at the same time. For gloo it is made directly from
+the group's store: `torch.distributed.new_group` would need every rank of the world, and names the
+new group by how many groups a rank has, which need not be the same everywhere.
+
+Everything waits in short steps, so that a thread that waits can be told to give up: a thread that
+sits inside torch when the interpreter ends takes the process down with a crash.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.errors import PeerError
+
+c10d: Any = dist.distributed_c10d  # options of single calls are not part of the typed interface
+STEP = timedelta(milliseconds=50)
+
+
+class GivenUpError(Exception):
+    """The waiting thread was told to give up."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who takes part in a link, and what is needed to make it."""
+
+    name: str  # the same on all members, different for every link over one store
+    ranks: tuple[int, ...]  # global ranks, in the group's order
+    index: int  # this process's place in `ranks`
+    store: Any
+    backend: str  # of the process group, for this kind of device
+    devices: Any  # gloo's network devices
+    timeout: timedelta  # unless a call says otherwise
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Link:
+    """Collectives on flat tensors; every method returns when this rank's part is complete.
+
+    Args:
+        members: who takes part.
+        limit: how long to wait for them to come.
+        stopped: asked while waiting; when it says True, `GivenUpError` is raised.
+    """
+
+    def __init__(self, members: Members, limit: timedelta, stopped: Callable[[], bool]) -> None:
+        self.members = members
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._stopped = stopped
+        self._waits_in_steps = members.backend == "gloo"
+        try:
+            self._group: Any = self._connect(limit)
+        except RuntimeError as error:
+            raise PeerError(
+                f"could not connect to all of ranks {members.ranks}: {error}"
+            ) from error
+
+    def all_gather(self, mine: Tensor, limit: timedelta) -> Tensor:
+        """The members' tensors, all of one length, one after the other."""
+        size = self.members.size
+        out = mine.new_empty(size * mine.numel())
+        options = c10d.AllgatherOptions()
+        options.timeout = limit
+        self._count((size - 1) * mine.nbytes, (size - 1) * mine.nbytes)
+        self._finish(self._group._allgather_base(out, mine, options), limit)
+        return out
+
+    def all_to_all(
+        self, outgoing: Tensor, sent: Sequence[int], received: Sequence[int], limit: timedelta
+    ) -> Tensor:
+        """sent[j] elements to member j, received[j] from it, in the members' order."""
+        out = outgoing.new_empty(sum(received))
+        options = c10d.AllToAllOptions()
+        options.timeout = limit
+        own, width = self.members.index, outgoing.dtype.itemsize
+        self._count(width * (sum(sent) - sent[own]), width * (sum(received) - received[own]))
+        work = self._group.alltoall_base(out, outgoing, list(received), list(sent), options)
+        self._finish(work, limit)
+        return out
+
+    def all_reduce(self, tensor: Tensor, op: Any, limit: timedelta) -> None:
+        """The backend's own reduction, in place."""
+        size = self.members.size
+        options = c10d.AllreduceOptions()
+        options.timeout = limit
+        options.reduceOp = op
+        moved = 2 * (size - 1) * tensor.nbytes // size
+        self._count(moved, moved)
+        self._finish(self._group.allreduce([tensor], options), limit)
+
+    def broadcast(self, tensor: Tensor, root: int, limit: timedelta) -> None:
+        """The root's content for all, in place; down a binomial tree."""
+        size = self.members.size
+        options = c10d.BroadcastOptions()
+        options.timeout = limit
+        options.rootRank = root
+        place = (self.members.index - root) % size
+        self._count(_children(place, size) * tensor.nbytes, tensor.nbytes if place else 0)
+        self._finish(self._group.broadcast([tensor], options), limit)
+
+    @property
+    def closed(self) -> bool:
+        return self._group is None
+
+    def close(self) -> None:
+        """Close the connections: whoever waits for this rank learns of it at once."""
+        self._group = None
+
+    def _count(self, sent: int, received: int) -> None:
+        self.bytes_sent += sent
+        self.bytes_received += received
+
+    def _finish(self, work: Any, limit: timedelta) -> None:
+        try:
+            while not self._done(work):
+                if self._stopped():
+                    self._abandon()
+                    raise GivenUpError
+        except RuntimeError as error:
+            self.close()
+            raise PeerError(self._reason(error, limit)) from error
+
+    def _done(self, work: Any) -> bool:
+        if not self._waits_in_steps:
+            work.wait()
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+            return True
+        try:
+            work.wait(STEP)
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+
+    def _abandon(self) -> None:
+        """Leave a group whose threads still wait: its destructor would wait for them."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    def _reason(self, error: RuntimeError, limit: timedelta) -> str:
+        others = [r for i, r in enumerate(self.members.ranks) if i != self.members.index]
+        if "imed out" in str(error):
+            seconds = limit.total_seconds()
+            return f"no answer from one of ranks {others} within {seconds:g} s ({error})"
+        return f"lost the connection to one of ranks {others} ({error})"
+
+    def _connect(self, limit: timedelta) -> Any:
+        members = self.members
+        if not self._waits_in_steps:
+            return dist.new_group(
+                list(members.ranks),
+                timeout=members.timeout,
+                backend=members.backend,
+                use_local_synchronization=True,
+                group_desc=f"thinwire {members.name}",
+            )
+        made = members.store.add(f"thinwire/made/{members.name}/{members.index}", 1)
+        store = c10d.PrefixStore(f"thinwire/{members.name}/{made}", members.store)
+        self._assemble(store, limit)
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = members.devices
+        options._threads = 1
+        options._timeout = limit
+        return c10d.ProcessGroupGloo(store, members.index, members.size, options)
+
+    def _assemble(self, store: Any, limit: timedelta) -> None:
+        """Return when all members have come; connecting itself cannot be told to give up."""
+        members = self.members
+        store.set(f"here/{members.index}", "1")
+        missing = [i for i in range(members.size) if i != members.index]
+        pause, end = 1e-3, time.monotonic() + limit.total_seconds()
+        while missing:
+            missing = [i for i in missing if not store.check([f"here/{i}"])]
+            if missing and self._stopped():
+                raise GivenUpError
+            if missing and time.monotonic() > end:
+                absent = [members.ranks[i] for i in missing]
+                seconds = limit.total_seconds()
+                raise PeerError(
+                    f"no answer from {_name(absent)} within {seconds:g} s: not yet in this call"
+                )
+            if missing:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+def _children(place: int, size: int) -> int:
+    """How many others a place in a binomial tree sends to."""
+    count, reach = 0, 1
+    while reach < size:
+        if place < reach and place + reach < size:
+            count += 1
+        reach *= 2
+    return count

@@ -1,0 +1,217 @@
+"""all_reduce and all_reduce_coalesced."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.choose import COLLECTIVES, choose, suits
+from thinwire.collectives.gather import gather
+from thinwire.collectives.handle import Handle
+from thinwire.collectives.memory import Load, guard, limit_of
+from thinwire.collectives.ops import check, op_name, weight_of
+from thinwire.collectives.sparse import sparse
+from thinwire.collectives.start import (
+    Group,
+    Session,
+    Timeout,
+    compressor_of,
+    describe_all,
+    describe_key,
+)
+from thinwire.collectives.summable import summable
+from thinwire.collectives.talk import Call, Talk
+from thinwire.collectives.twoshot import twoshot
+from thinwire.collectives.work import Work
+from thinwire.compressors import Compressor
+from thinwire.kernels import Key
+
+log = logging.getLogger("thinwire")
+
+
+def all_reduce(
+    tensor: Tensor,
+    compressor: Compressor | str,
+    *,
+    residual: Tensor | None = None,
+    op: Any = dist.ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    collective: str = "auto",
+    max_bytes: int | str | None = None,
+    timeout: Timeout = None,
+    key: Key | None = None,
+) -> Handle:
+    """Sum or average a tensor over all ranks of a group, compressed on the way, in place.
+
+    All ranks end with the same bits. When the call fails, tensor and residual are as before it.
+
+    Args:
+        tensor: float32, float64, float16 or bfloat16, of any shape and strides.
+        compressor: a compressor or its spec, ``"topk:0.01"``.
+        residual: what earlier calls left out, of the tensor's shape, float32 (float64 for a float64
+            tensor), zero at first. It is added before compression and then holds what was not sent.
+            With "twoshot" and "sparse" it also holds what this rank, as the owner of a shard or
+            region, did not send of the sum: summed over ranks nothing is lost.
+        op: SUM or AVG, as a ``torch.distributed.ReduceOp`` or a name ("sum", "avg"). NoCompression
+            without a residual takes every op and type that the backend takes.
+        group: a process group; None is the default group. A group of one rank returns at once.
+        async_op: return at once; the tensor and the residual belong to the call until the handle
+            has ended. Calls of one group are carried out in the order they were made.
+        collective: "gather", "summable", "twoshot" or "sparse"; "auto" takes the one that moves the
+            fewest bytes (see `thinwire.collectives.choose`), and ``handle.collective`` says which.
+        max_bytes: most extra memory that the call may take on this rank, as a number or "512MiB";
+            by default what THINWIRE_MAX_BYTES says, else no limit. "gather" goes in rounds to stay
+            below it; what cannot is refused before anything is sent.
+        timeout: seconds after which ranks that do not answer make the call fail; by default the
+            group's own.
+        key: for compressors that draw random numbers; by default the number of the call.
+
+    Returns:
+        A handle, already ended unless `async_op`.
+
+    Raises:
+        MismatchError: ranks called with different arguments; all of them get this.
+        PeerError: another rank died, did not answer in time or failed.
+        MemoryLimitError: see `max_bytes`.
+
+    Example:
+        >>> import torch, torch.distributed as dist, thinwire as tw
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> gradient, residual = torch.ones(4), torch.zeros(4)
+        >>> handle = tw.all_reduce(gradient, "topk:0.5", residual=residual, op="avg")
+        >>> handle.is_completed(), gradient
+        (True, tensor([1., 1., 1., 1.]))
+        >>> dist.destroy_process_group()
+    """
+    return _start(
+        "all_reduce",
+        [tensor],
+        compressor,
+        [residual],
+        tensor,
+        op,
+        group,
+        async_op,
+        collective,
+        max_bytes,
+        timeout,
+        key,
+    )
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor],
+    compressor: Compressor | str,
+    *,
+    residuals: Sequence[Tensor | None] | None = None,
+    op: Any = dist.ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    collective: str = "auto",
+    max_bytes: int | str | None = None,
+    timeout: Timeout = None,
+    key: Key | None = None,
+) -> Handle:
+    """`all_reduce` of several tensors in one exchange.
+
+    Each tensor is compressed by itself, with its own residual; types may differ (not with
+    "sparse"). The other arguments are those of `all_reduce`.
+    """
+    tensors = list(tensors)
+    given = [None] * len(tensors) if residuals is None else list(residuals)
+    if len(given) != len(tensors):
+        raise ValueError(f"{len(given)} residuals for {len(tensors)} tensors")
+    if not tensors:
+        raise ValueError("all_reduce_coalesced needs at least one tensor")
+    return _start(
+        "all_reduce_coalesced",
+        tensors,
+        compressor,
+        given,
+        tensors,
+        op,
+        group,
+        async_op,
+        collective,
+        max_bytes,
+        timeout,
+        key,
+    )
+
+
+def _start(
+    name: str,
+    tensors: Sequence[Tensor],
+    compressor: Compressor | str,
+    residuals: Sequence[Tensor | None],
+    result: Any,
+    op: Any,
+    group: Group,
+    async_op: bool,
+    collective: str,
+    max_bytes: int | str | None,
+    timeout: Timeout,
+    key: Key | None,
+) -> Handle:
+    compressor = compressor_of(compressor)
+    operation = op_name(op)
+    check(operation, compressor, tensors, residuals)
+    limit = limit_of(max_bytes)
+    if collective not in COLLECTIVES:
+        raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
+    unsuited = None if collective == "auto" else suits(collective, compressor)
+    if unsuited is not None:
+        raise ValueError(f"{compressor} cannot go through {collective!r}: {unsuited}")
+    if operation not in ("SUM", "AVG") and collective not in ("auto", "summable"):
+        raise ValueError(f"{operation} goes through 'summable' only, not {collective!r}")
+    if collective == "sparse" and len({tensor.dtype for tensor in tensors}) > 1:
+        raise ValueError("'sparse' takes tensors of one type: call it once for each type")
+    session = Session(group, tensors)
+    handle = Handle(result, f"{name} of {describe_all(tensors)[:80]} with {compressor}")
+    if session.size == 1:
+        handle.account.collective = "none"
+        handle.end()
+        return handle
+    drawn = session.key(compressor, key)
+    call = Call(
+        name,
+        (
+            ("tensor", describe_all(tensors)),
+            ("compressor", str(compressor)),
+            ("op", operation),
+            ("collective", collective),
+            *describe_key(compressor, drawn),
+        ),
+    )
+    noted = session.channel.noted
+
+    def job(talk: Talk) -> None:
+        with talk.preparing():
+            work = Work.of(
+                tensors, residuals, compressor, drawn, weight_of(operation, session.size)
+            )
+            load = Load.of(work.parts, compressor)
+            used = collective
+            if used == "auto":
+                mixed = len({tensor.dtype for tensor in tensors}) > 1
+                used = choose(compressor, load.frame, session.size, mixed)
+            if used != "gather":
+                guard(used, load, session.size, limit)
+        handle.account.collective = used
+        if (call, used) not in noted:
+            noted.add((call, used))
+            log.info("%s: %s over %d ranks", handle.what, used, session.size)
+        if used == "gather":
+            gather(talk, work, load, limit)
+        elif used == "summable":
+            summable(talk, work, getattr(dist.ReduceOp, operation if operation != "AVG" else "SUM"))
+        else:
+            {"twoshot": twoshot, "sparse": sparse}[used](talk, work)
+        with talk.clock("decode"):
+            work.done()
+
+    return session.begin(handle, call, job, timeout, async_op)

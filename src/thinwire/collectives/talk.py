@@ -1,0 +1,206 @@
+"""One exchange as a conversation: say what you want, compare, move the data.
+
+Before any data moves, all members exchange a short record of numbers. From it everybody knows that
+all want the same, how long the messages will be, and whether somebody cannot go on. What can fail
+on one rank alone is done before such a meeting, so that a failure can be told to the others instead
+of leaving them waiting.
+"""
+
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives.handle import Account
+from thinwire.collectives.link import Link
+from thinwire.errors import MismatchError, PeerError
+
+ALIGNMENT = 64
+MAGIC = 0x7468696E77697265
+FIELDS = 8  # numbers that every meeting has room for, besides one for each member
+
+
+class Call(NamedTuple):
+    """What a rank asked for, in words: ranks must agree in all of it."""
+
+    name: str  # "all_reduce"
+    details: tuple[tuple[str, str], ...]  # ("compressor", "topk:0.01"), ...
+
+    def __str__(self) -> str:
+        return "\n".join([self.name, *(f"{key}={value}" for key, value in self.details)])
+
+
+class Said(NamedTuple):
+    """What one member said in a meeting."""
+
+    numbers: list[int]
+    words: list[int]  # one for each member
+
+
+class Talk:
+    """A conversation over a link, for one call.
+
+    Args:
+        link: the connections.
+        limit: how long to wait for others, each time.
+        call: what this rank wants.
+        account: where times are noted.
+        device: where the tensors are.
+    """
+
+    def __init__(
+        self, link: Link, limit: timedelta, call: Call, account: Account, device: torch.device
+    ) -> None:
+        self.link = link
+        self.members = link.members
+        self.account = account
+        self.device = device
+        self._limit = limit
+        self._call = call
+        # gloo and MPI move memory of the host, others that of the device.
+        on_host = self.members.backend in ("gloo", "mpi")
+        self._wire = torch.device("cpu") if on_host else device
+
+    @contextmanager
+    def clock(self, kind: str) -> Iterator[None]:
+        """Add the time of a block to the account."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = self.account.seconds
+            seconds[kind] = seconds.get(kind, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """For what may fail on this rank before a meeting: the others then get to know."""
+        try:
+            with self.clock("encode"):
+                yield
+        except Exception as error:
+            self._meet([], [], error)
+            raise
+
+    def meet(self, numbers: Sequence[int] = (), words: Sequence[int] = ()) -> list[Said]:
+        """Exchange up to eight numbers and one for each member; returns what each member said.
+
+        Raises:
+            MismatchError: the members want different things.
+            PeerError: one of them cannot go on.
+        """
+        return self._meet(numbers, words, None)
+
+    def _meet(
+        self, numbers: Sequence[int], words: Sequence[int], failure: Exception | None
+    ) -> list[Said]:
+        size = self.members.size
+        text = _explain(failure) if failure is not None else str(self._call)
+        first = [MAGIC, zlib.crc32(str(self._call).encode()), failure is not None]
+        record = [*first, len(text.encode()), *numbers]
+        record += [0] * (4 + FIELDS - len(record))
+        record += [*words, *[0] * (size - len(words))]
+        with self.clock("network"):
+            mine = torch.tensor(record, dtype=torch.int64, device=self._wire)
+            table = self.link.all_gather(mine, self._limit).view(size, -1).tolist()
+        failed = any(row[2] for row in table)
+        if failed or any(row[:2] != table[0][:2] for row in table):
+            self._settle(text, [row[3] for row in table], [bool(row[2]) for row in table])
+        return [Said(row[4 : 4 + FIELDS], row[4 + FIELDS :]) for row in table]
+
+    def _settle(self, text: str, lengths: list[int], failed: list[bool]) -> None:
+        """Something is wrong somewhere: exchange the texts and raise what they come to."""
+        room = torch.zeros(max(lengths), dtype=torch.uint8)
+        data = text.encode()
+        room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        table = self.link.all_gather(room.to(self._wire), self._limit).cpu()
+        rows = table.view(len(lengths), -1)
+        texts = [
+            bytes(row[:length].numpy()).decode(errors="replace")
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        ranks = self.members.ranks
+        me = self.members.index
+        if failed[me]:
+            return  # the own error is raised
+        if any(failed):
+            who = [f"rank {ranks[i]}: {texts[i]}" for i, f in enumerate(failed) if f]
+            raise PeerError(f"{self._call.name}: could not go on at " + "; ".join(who))
+        raise MismatchError(_difference(ranks, texts))
+
+    def gather(self, message: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """All members' messages; lengths were agreed on."""
+        slot = _aligned(max(lengths))
+        with self.clock("network"):
+            room = _padded(message, slot).to(self._wire)
+            table = self.link.all_gather(room, self._limit).to(self.device)
+        return [table[i * slot : i * slot + n] for i, n in enumerate(lengths)]
+
+    def swap(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """messages[j] to member j; returns what each sent here, of the agreed lengths."""
+        sent = [_aligned(message.numel()) for message in messages]
+        received = [_aligned(length) for length in lengths]
+        with self.clock("network"):
+            pieces = [_padded(m, slot) for m, slot in zip(messages, sent, strict=True)]
+            outgoing = torch.cat(pieces).to(self._wire)
+            table = self.link.all_to_all(outgoing, sent, received, self._limit)
+            slots = torch.split(table.to(self.device), received)
+        return [slot[:length] for slot, length in zip(slots, lengths, strict=True)]
+
+    def reduce(self, tensor: Tensor, op: Any) -> Tensor:
+        """The backend's reduction; the tensor's memory may be used for the result."""
+        with self.clock("network"):
+            room = tensor.to(self._wire)
+            self.link.all_reduce(room, op, self._limit)
+            return room.to(self.device)
+
+    def broadcast(self, message: Tensor | None, length: int, root: int) -> Tensor:
+        """The root's message, of agreed length."""
+        with self.clock("network"):
+            if message is None:
+                room = torch.empty(length, dtype=torch.uint8, device=self._wire)
+            else:
+                room = message.to(self._wire)
+            self.link.broadcast(room, root, self._limit)
+            return room.to(self.device)
+
+
+def _aligned(length: int) -> int:
+    """Messages start at multiples of this, so that what is in them can be used in place."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def _padded(message: Tensor, length: int) -> Tensor:
+    missing = length - message.numel()
+    return torch.nn.functional.pad(message, (0, missing)) if missing else message
+
+
+def _explain(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _difference(ranks: Sequence[int], texts: Sequence[str]) -> str:
+    """Who differs from the others, and in what."""
+    calls = [_parse(text) for text in texts]
+    fields = list(dict.fromkeys(key for call in calls for key in call))
+    lines = []
+    for key in fields:
+        by_value: dict[str, list[int]] = {}
+        for rank, call in zip(ranks, calls, strict=True):
+            by_value.setdefault(call.get(key, "none"), []).append(rank)
+        if len(by_value) > 1:
+            parts = [
+                f"{value} on {'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}"
+                for value, who in sorted(by_value.items(), key=lambda item: -len(item[1]))
+            ]
+            lines.append(f"{key}: {' but '.join(parts)}")
+    return "ranks disagree in one call, " + "; ".join(lines)
+
+
+def _parse(text: str) -> dict[str, str]:
+    name, *rest = text.split("\n")
+    return {"call": name, **dict(line.partition("=")[::2] for line in rest)}

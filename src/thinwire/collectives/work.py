@@ -1,0 +1,138 @@
+"""What a collective works on: flat tensors with their residuals, and messages of frames."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors import Compressor
+from thinwire.errors import FrameError
+from thinwire.kernels import Key
+from thinwire.wire import Payload, pack, unpack
+from thinwire.wire.code import Extent
+from thinwire.wire.payload import flat_view
+
+ALIGNMENT = 64
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class Part(NamedTuple):
+    """A tensor, or a stretch of one: flat, contiguous, with the residual of the same elements."""
+
+    x: Tensor
+    r: Tensor | None
+    key: Key
+
+    def cut(self, lo: int, hi: int, key: Key) -> "Part":
+        """Some elements, as a part of its own that shares the memory."""
+        return Part(self.x[lo:hi], None if self.r is None else self.r[lo:hi], key)
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.x.dtype, self.x.numel())
+
+    @property
+    def real(self) -> torch.dtype:
+        """The type that sums are formed in."""
+        return WIDE.get(self.x.dtype, self.x.dtype)
+
+    def draft(self, compressor: Compressor) -> Payload:
+        return compressor.draft(self.x, residual=self.r, key=self.key)
+
+    def settle(self, compressor: Compressor, payload: Payload) -> None:
+        if self.r is not None:
+            compressor.settle(payload, self.x, self.r)
+
+
+@dataclass
+class Work:
+    """All that one call of all_reduce is about.
+
+    Args:
+        parts: the tensors.
+        compressor: for all of them.
+        weight: what the sum is multiplied with, 1 / members for an average.
+        finish: writes flat copies back where tensors are not contiguous.
+    """
+
+    parts: list[Part]
+    compressor: Compressor
+    weight: float
+    finish: list[Callable[[], object]]
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[Tensor],
+        residuals: Sequence[Tensor | None],
+        compressor: Compressor,
+        key: Key,
+        weight: float = 1.0,
+    ) -> "Work":
+        parts, finish = [], []
+        for i, (tensor, residual) in enumerate(zip(tensors, residuals, strict=True)):
+            x, done = flat_view(tensor)
+            finish.append(done)
+            r = None
+            if residual is not None:
+                r, done = flat_view(residual)
+                finish.append(done)
+            parts.append(Part(x, r, key if i == 0 else key.derive(i)))
+        return cls(parts, compressor, weight, finish)
+
+    def done(self) -> None:
+        """Write back what was worked on in copies."""
+        for each in self.finish:
+            each()
+
+
+def share(numel: int, index: int, count: int) -> tuple[int, int]:
+    """The index-th of `count` stretches of nearly equal length."""
+    return numel * index // count, numel * (index + 1) // count
+
+
+def bundle(payloads: Sequence[Payload]) -> Tensor:
+    """Frames of several tensors as one message: a table of their lengths, then the frames."""
+    frames = [pack(payload) for payload in payloads]
+    if len(frames) == 1:
+        return frames[0]
+    device = payloads[0].device
+    table = torch.tensor([f.numel() for f in frames], dtype=torch.int64).view(torch.uint8)
+    pieces = [table.to(device), *frames]
+    return torch.cat([_padded(piece) for piece in pieces])
+
+
+def unbundle(message: Tensor, extents: Sequence[Extent], fingerprint: int) -> list[Payload]:
+    """The payloads in a message, checked to be of this type and length and compressor."""
+    frames = [message] if len(extents) == 1 else _frames(message, len(extents))
+    payloads = []
+    for frame, extent in zip(frames, extents, strict=True):
+        payload = unpack(frame, max_numel=extent.numel)
+        if payload.extent != extent or payload.fingerprint != fingerprint:
+            raise FrameError(
+                f"expected {extent.numel} elements of {extent.dtype} from compressor "
+                f"{fingerprint:#010x}, got {payload.numel} of {payload.dtype} from "
+                f"{payload.fingerprint:#010x}"
+            )
+        payloads.append(payload)
+    return payloads
+
+
+def _frames(message: Tensor, count: int) -> list[Tensor]:
+    at = -(-8 * count // ALIGNMENT) * ALIGNMENT
+    if message.numel() < at:
+        raise FrameError(f"a message of {message.numel()} bytes has no table of {count} lengths")
+    lengths = message[: 8 * count].cpu().view(torch.int64).tolist()
+    frames = []
+    for length in lengths:
+        if length < 0 or at + length > message.numel():
+            raise FrameError("the lengths of frames do not fit the message")
+        frames.append(message[at : at + length])
+        at += -(-length // ALIGNMENT) * ALIGNMENT
+    return frames
+
+
+def _padded(piece: Tensor) -> Tensor:
+    return torch.nn.functional.pad(piece, (0, -piece.numel() % ALIGNMENT))
