@@ -15,7 +15,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire.collectives import Account, Handle, all_reduce, all_reduce_coalesced, wait_all
+    from thinwire.collectives import (
+        Account,
+        Handle,
+        all_gather,
+        all_reduce,
+        all_reduce_coalesced,
+        broadcast,
+        irecv,
+        isend,
+        pipe_recv,
+        pipe_send,
+        recv,
+        reduce_scatter,
+        send,
+        wait_all,
+    )
     from thinwire.compressors import (
         QSGD,
         Bernoulli,
@@ -79,12 +94,21 @@ __all__ = [
     "Tiered",
     "TopK",
     "__version__",
+    "all_gather",
     "all_reduce",
     "all_reduce_coalesced",
+    "broadcast",
     "compressors",
     "decode",
+    "irecv",
+    "isend",
     "pack",
     "parse",
+    "pipe_recv",
+    "pipe_send",
+    "recv",
+    "reduce_scatter",
+    "send",
     "unpack",
     "wait_all",
 ]

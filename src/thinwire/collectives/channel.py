@@ -37,6 +37,7 @@ class Channel:
 
     def __init__(self, members: Members, alive: Callable[[], bool]) -> None:
         self.members = members
+        self.pid = os.getpid()
         self.count = 0  # exchanges submitted so far: equal on all ranks of a sound program
         self.noted: set[Any] = set()  # choices already logged
         self._alive = alive
@@ -49,6 +50,7 @@ class Channel:
         self._thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
         )
+        _running.add(self)
         self._thread.start()
 
     def submit(self, handle: Handle, job: Job, timeout: timedelta | None) -> None:
@@ -90,6 +92,7 @@ class Channel:
             del item  # the job holds tensors
         self._refuse_rest()
         self._link = None
+        _running.discard(self)
 
     def _carry_out(self, handle: Handle, job: Job, timeout: timedelta) -> None:
         error: BaseException | None = None
@@ -131,7 +134,8 @@ class Channel:
                     item[0].end(PeerError("the process group has been destroyed"))
 
 
-_channels: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], Channel]]
+_running: set[Channel] = set()  # whose threads have not ended
+_channels: weakref.WeakKeyDictionary[Any, dict[str, Channel]]
 _channels = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -166,8 +170,8 @@ def channel_of(
         ranks = [ranks[sender], ranks[receiver]]
     with _lock:
         own = _channels.setdefault(group, {})
-        found = own.get((os.getpid(), name))
-        if found is None or found.ended:
+        found = own.get(name)
+        if found is None or found.ended or found.pid != os.getpid():
             backend = group._get_backend(torch.device(device.type))
             store = dist.distributed_c10d._get_process_group_store(group)
             timeout = getattr(backend.options, "_timeout", dist.default_pg_timeout)
@@ -175,7 +179,7 @@ def channel_of(
             kind = backend.name()
             members = Members(name, tuple(ranks), index, store, kind, devices, timeout)
             reference = weakref.ref(group)
-            found = own[os.getpid(), name] = Channel(members, lambda: _exists(reference))
+            found = own[name] = Channel(members, lambda: _exists(reference))
             weakref.finalize(group, found.close)
             atexit.unregister(_close_all)
             atexit.register(_close_all)
@@ -195,8 +199,6 @@ def _exists(reference: "weakref.ref[Any]") -> bool:
 
 def _close_all() -> None:
     """A thread must not be inside torch when the interpreter goes."""
-    mine = [
-        c for own in list(_channels.values()) for (pid, _), c in own.items() if pid == os.getpid()
-    ]
-    for channel in mine:
-        channel.drain(EXIT_GRACE)
+    for channel in list(_running):
+        if channel.pid == os.getpid():
+            channel.drain(EXIT_GRACE)

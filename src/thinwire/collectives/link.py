@@ -24,6 +24,7 @@ from thinwire.errors import PeerError
 
 c10d: Any = dist.distributed_c10d  # options of single calls are not part of the typed interface
 STEP = timedelta(milliseconds=50)
+MOST_KEPT = 1 << 28  # bytes
 
 
 class GivenUpError(Exception):
@@ -61,6 +62,7 @@ class Link:
         self.bytes_sent = 0
         self.bytes_received = 0
         self._stopped = stopped
+        self._room: Tensor | None = None
         self._waits_in_steps = members.backend == "gloo"
         try:
             self._group: Any = self._connect(limit)
@@ -111,6 +113,17 @@ class Link:
         place = (self.members.index - root) % size
         self._count(_children(place, size) * tensor.nbytes, tensor.nbytes if place else 0)
         self._finish(self._group.broadcast([tensor], options), limit)
+
+    def room(self, like: Tensor) -> Tensor:
+        """Memory of a tensor's length and type, valid until the next call of this.
+
+        Kept from one exchange to the next: fresh memory of this size costs more than copying.
+        """
+        if like.nbytes > MOST_KEPT:
+            return torch.empty_like(like)
+        if self._room is None or self._room.numel() < like.nbytes:
+            self._room = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
+        return self._room[: like.nbytes].view(like.dtype)
 
     @property
     def closed(self) -> bool:

@@ -102,7 +102,7 @@ class Load(NamedTuple):
 
 
 def estimate(collective: str, load: Load, size: int, rounds: int = 1) -> Estimate:
-    """Peak extra bytes of an all-reduce over `size` ranks."""
+    """Peak extra bytes of an exchange among `size` ranks."""
     frame, opened, draft = load.frame, load.opened, load.draft
     others = (size - 1) / size
     items: dict[str, float]
@@ -118,12 +118,21 @@ def estimate(collective: str, load: Load, size: int, rounds: int = 1) -> Estimat
         items = {"own payload": draft, "sum": frame}
     elif collective == "dense":
         items = {"copy": load.dense}
+    elif collective == "all_gather":
+        items = {
+            "own payload": draft,
+            f"{size} frames": size * frame,
+            "frame to send or opened frames": max(frame, size * opened),
+        }
+    elif collective == "broadcast":
+        items = {"own payload": draft, "frame": frame, "opened frame": opened}
     else:
         shard = load.sums / size
         first = 3 * others * frame
         reduce = others * (frame + opened) + shard
         second = 2 * shard + (draft + frame) / size + frame + opened
-        items = {"own payloads": draft, "frames and sums": max(first, reduce, second)}
+        peak = max(first, reduce, 0 if collective == "reduce_scatter" else second)
+        items = {"own payloads": draft, "frames and sums": peak}
     items["widened copy"] = max(0.0, load.widened - sum(items.values()) + draft)
     return Estimate(tuple((name, int(value)) for name, value in items.items()))
 

@@ -56,7 +56,28 @@ def summable(talk: Talk, work: Work, op: Any = dist.ReduceOp.SUM) -> None:
 
 
 def dense(talk: Talk, work: Work, op: Any) -> None:
-    """Nothing to encode: a copy is reduced, so that a failure leaves the tensors as they were."""
+    """Nothing to encode. What fails leaves the tensors as they were: one is backed up, several are
+    reduced in a copy, which has to be made anyway."""
+    if len(work.parts) > 1:
+        _pooled_dense(talk, work, op)
+        return
+    (part,) = work.parts
+    with talk.preparing():
+        backup = talk.link.room(part.x).copy_(part.x)
+    talk.meet()
+    try:
+        total = talk.reduce(part.x, op)
+    except BaseException:
+        part.x.copy_(backup)
+        raise
+    with talk.clock("decode"):
+        if total.data_ptr() != part.x.data_ptr():
+            part.x.copy_(total)
+        if work.weight != 1:
+            part.x.mul_(work.weight)
+
+
+def _pooled_dense(talk: Talk, work: Work, op: Any) -> None:
     with talk.preparing():
         rooms = _pooled([part.x for part in work.parts])
     talk.meet()
@@ -65,10 +86,7 @@ def dense(talk: Talk, work: Work, op: Any) -> None:
         for part in work.parts:
             pool = totals[part.x.dtype]
             total, totals[part.x.dtype] = pool.tensor_split([part.x.numel()])
-            if work.weight == 1:
-                part.x.copy_(total)
-            else:
-                torch.mul(total, work.weight, out=part.x)
+            torch.mul(total, work.weight, out=part.x) if work.weight != 1 else part.x.copy_(total)
 
 
 def _values(payload: Payload) -> Tensor:
