@@ -119,12 +119,14 @@ class Channel:
                 self._lost = str(error)
                 raise
         link = self._link
-        sent, received = link.bytes_sent, link.bytes_received
+        before = (link.bytes_sent, link.bytes_received, link.wire_bytes)
         try:
             job(link, timeout)
         finally:
-            handle.account.bytes_sent = link.bytes_sent - sent
-            handle.account.bytes_received = link.bytes_received - received
+            account = handle.account
+            account.bytes_sent = link.bytes_sent - before[0]
+            account.bytes_received = link.bytes_received - before[1]
+            account.wire_bytes = link.wire_bytes - before[2]
 
     def _refuse_rest(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -14,7 +14,9 @@ class Account:
 
     Args:
         collective: the algorithm that was used.
-        bytes_sent, bytes_received: by this rank, without the packet headers of the network.
+        bytes_sent, bytes_received: by this rank, without the headers of packets.
+        wire_bytes: bytes_sent with the headers that Ethernet, IP and TCP put before each packet of
+            1448 bytes: what the counter of a network interface shows, within a few per cent.
         seconds: where this rank's time went: "encode", "network" (waiting for others included)
             and "decode".
     """
@@ -22,6 +24,7 @@ class Account:
     collective: str = ""
     bytes_sent: int = 0
     bytes_received: int = 0
+    wire_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
 

@@ -25,6 +25,8 @@ from thinwire.errors import PeerError
 c10d: Any = dist.distributed_c10d  # options of single calls are not part of the typed interface
 STEP = timedelta(milliseconds=50)
 MOST_KEPT = 1 << 28  # bytes
+SEGMENT = 1448  # data bytes in a full packet: 1500 less headers of IP and TCP with time stamps
+HEADERS = 66  # bytes of Ethernet, IP and TCP before them
 
 
 class GivenUpError(Exception):
@@ -61,6 +63,7 @@ class Link:
         self.members = members
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.wire_bytes = 0
         self._stopped = stopped
         self._room: Tensor | None = None
         self._waits_in_steps = members.backend == "gloo"
@@ -135,6 +138,7 @@ class Link:
 
     def _count(self, sent: int, received: int) -> None:
         self.bytes_sent += sent
+        self.wire_bytes += sent + HEADERS * -(-sent // SEGMENT)
         self.bytes_received += received
 
     def _finish(self, work: Any, limit: timedelta) -> None:
@@ -156,9 +160,9 @@ class Link:
         try:
             work.wait(STEP)
         except RuntimeError:
-            if work.is_completed():
-                raise
-            return False
+            if not work.is_completed():
+                return False
+            work.wait()  # may have ended well just after the step
         return True
 
     def _abandon(self) -> None:

@@ -1,0 +1,326 @@
+"""Compressed collectives against their targets: on a slow network, on loopback, and by ranks.
+
+    python benchmarks/collectives.py [--hosts 4] [--link 100mbit] [--size 10M] [--rounds 7]
+                                     [--out benchmarks/records/NAME.json]
+
+Three parts. On hosts in network namespaces with links of the given rate: the time of compressed
+all-reduces against torch's own, and their bytes against the counters of the interfaces. On
+loopback: what NoCompression costs over plain `dist.all_reduce`. On loopback with 2 to 8 ranks: how
+bytes grow. All candidates of a part take turns in every round; figures are medians over rounds of
+the slowest rank. All ranks share this machine's cores, which adds to the time of the compressed
+candidates on the fast and never on the slow side.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from thinwire.bench.machine import busy, machine, versions
+from thinwire.bench.sizes import read_size
+
+SLOW = (
+    ("dense", "dense", "auto", False),
+    ("cast:bf16", "cast:bf16", "auto", False),
+    ("topk:0.01 gather", "topk:0.01", "gather", False),
+    ("topk:0.01 gather, residual", "topk:0.01", "gather", True),
+    ("topk:0.01 sparse", "topk:0.01", "sparse", False),
+    ("topk:0.01 sparse, residual", "topk:0.01", "sparse", True),
+    ("quantize:4 twoshot", "quantize:4", "twoshot", False),
+    ("quantize:4 twoshot, residual", "quantize:4", "twoshot", True),
+    ("onebit twoshot, residual", "onebit", "twoshot", True),
+)
+LOOPBACK = (("dense", "dense", "auto", False), ("none", "none", "auto", False))
+GROWTH = (
+    ("topk:0.01 gather", "topk:0.01", "gather", False),
+    ("quantize:4 twoshot", "quantize:4", "twoshot", False),
+    ("topk:0.01 sparse", "topk:0.01", "sparse", False),
+)
+
+
+class Target(NamedTuple):
+    """One target: what, the figure, its bound, and whether it is met."""
+
+    what: str
+    figure: float
+    bound: str
+    met: bool
+
+
+def rank_main(job: dict[str, Any]) -> None:
+    """What runs on each rank: print a JSON line for every candidate and round, on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    import thinwire as tw
+
+    torch.set_num_threads(job["threads"])
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(job["numel"], generator=generator) for _ in range(2)]
+    tensor = torch.empty(job["numel"])
+    residuals = {name: torch.zeros(job["numel"]) for name, _, _, kept in job["runs"] if kept}
+
+    def once(name: str, spec: str, collective: str, turn: int) -> list[float]:
+        tensor.copy_(gradients[turn % 2])
+        dist.barrier()
+        before = sent_bytes()
+        begin = time.perf_counter()
+        if spec == "dense":
+            dist.all_reduce(tensor)
+            seconds = time.perf_counter() - begin
+            moved = 2 * (size - 1) * tensor.nbytes // size
+            reported, parts = moved * 1514 // 1448, [0.0, seconds, 0.0]
+        else:
+            residual = residuals.get(name)
+            handle = tw.all_reduce(tensor, spec, collective=collective, residual=residual)
+            seconds = time.perf_counter() - begin
+            kinds = ("encode", "network", "decode")
+            parts = [handle.account.seconds.get(kind, 0.0) for kind in kinds]
+            reported = handle.account.wire_bytes
+        time.sleep(0.02)  # last acknowledgements
+        return [seconds, float(reported), float(sent_bytes() - before), *parts]
+
+    for turn in range(-1, job["rounds"]):  # the first compiles and connects
+        for name, spec, collective, _ in job["runs"]:
+            mine = torch.tensor(once(name, spec, collective, turn), dtype=torch.float64)
+            table = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(table, mine)
+            if rank == 0:
+                rows = torch.stack(table)
+                fields = {
+                    "name": name,
+                    "turn": turn,
+                    "seconds": rows[:, 0].max().item(),
+                    "reported_bytes": rows[:, 1].mean().item(),
+                    "counted_bytes": rows[:, 2].mean().item(),
+                    "encode": rows[:, 3].mean().item(),
+                    "network": rows[:, 4].mean().item(),
+                    "decode": rows[:, 5].mean().item(),
+                }
+                print(json.dumps(fields), flush=True)
+    dist.destroy_process_group()
+
+
+def sent_bytes() -> int:
+    """What this network namespace has sent, on all interfaces but loopback."""
+    total = 0
+    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+        name, _, rest = line.partition(":")
+        if name.strip() != "lo":
+            total += int(rest.split()[8])
+    return total
+
+
+Runner = Callable[[list[str], Callable[[str], None]], None]
+
+
+def in_lab(hosts: int, link: str, limit: float) -> Runner:
+    """Run on hosts in network namespaces."""
+    from thinwire.lab import Lab
+
+    def run(argv: list[str], on_line: Callable[[str], None]) -> None:
+        with Lab(hosts=hosts, link=link) as lab:
+            lab.run(
+                argv,
+                timeout=limit,
+                on_line=lambda host, stream, line: (
+                    on_line(line) if (host, stream) == (0, "stdout") else None
+                ),
+            )
+
+    return run
+
+
+def on_loopback(ranks: int, limit: float) -> Runner:
+    """Run on plain processes of this machine."""
+
+    def run(argv: list[str], on_line: Callable[[str], None]) -> None:
+        port = 20000 + os.getpid() % 20000
+        common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        common |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        processes = [
+            subprocess.Popen(
+                argv,
+                env={**common, "RANK": str(rank)},
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            output = processes[0].stdout
+            assert output is not None
+            for line in output:
+                on_line(line.rstrip())
+            codes = [process.wait(limit) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(codes):
+            raise RuntimeError(f"ranks ended with exit codes {codes}")
+
+    return run
+
+
+def measure(title: str, run: Runner, job: dict[str, Any], console: Console) -> list[dict[str, Any]]:
+    """Rows of medians, one for each candidate."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in job["runs"]}
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title)
+
+        def on_line(line: str) -> None:
+            if line.startswith("{"):
+                row = json.loads(line)
+                progress.update(
+                    task, description=f"{title}: round {row['turn'] + 1}, {row['name']}"
+                )
+                if row["turn"] >= 0:
+                    found[row["name"]].append(row)
+
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(job, file)
+            file.flush()
+            run([sys.executable, __file__, "--as-rank", file.name], on_line)
+    rows = []
+    for name, measured in found.items():
+        keys = [key for key in measured[0] if key not in ("name", "turn")]
+        row = {key: statistics.median(each[key] for each in measured) for key in keys}
+        times = [each["seconds"] for each in measured]
+        rows.append({"name": name, **row, "lowest": min(times), "highest": max(times)})
+    return rows
+
+
+def slow_targets(rows: list[dict[str, Any]], rate: float) -> list[Target]:
+    by_name = {row["name"]: row for row in rows}
+    dense = by_name["dense"]["seconds"]
+    targets = []
+    for name, bound in (("topk:0.01 gather", 25), ("quantize:4 twoshot", 6)):
+        row = by_name[name]
+        speed = dense / row["seconds"]
+        targets.append(
+            Target(f"{name}: times faster than dense", speed, f">= {bound}", speed >= bound)
+        )
+        ideal = 8 * row["counted_bytes"] / rate
+        over = row["seconds"] / ideal
+        targets.append(Target(f"{name}: time over its bytes / rate", over, "<= 1.3", over <= 1.3))
+    for row in rows:
+        share = row["reported_bytes"] / row["counted_bytes"]
+        what = f"{row['name']}: bytes reported / counted"
+        targets.append(Target(what, share, "0.95 to 1.05", 0.95 <= share <= 1.05))
+    return targets
+
+
+def growth_targets(found: dict[int, list[dict[str, Any]]]) -> list[Target]:
+    sent = {
+        ranks: {row["name"]: row["reported_bytes"] for row in rows} for ranks, rows in found.items()
+    }
+    targets = []
+    for name, *_ in GROWTH:
+        grown = sent[8][name] / sent[2][name]
+        if "gather" in name:
+            met, bound = 6.65 <= grown <= 7.35, "7 (linear)"
+        else:
+            met, bound = grown <= 1.5, "<= 1.5"
+        targets.append(Target(f"{name}: bytes of a rank, 8 ranks / 2 ranks", grown, bound, met))
+    return targets
+
+
+def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title)
+    dense = rows[0]["seconds"]
+    for column in ("candidate", "ms", "lowest", "x dense", "MB reported", "counted", "enc/net/dec ms"):
+        table.add_column(column, justify="left" if column == "candidate" else "right")
+    for row in rows:
+        parts = "/".join(f"{1e3 * row[kind]:.0f}" for kind in ("encode", "network", "decode"))
+        cells = (f"{1e3 * row['seconds']:.1f}", f"{1e3 * row['lowest']:.1f}")
+        cells += (f"{dense / row['seconds']:.2f}", f"{row['reported_bytes'] / 1e6:.3f}")
+        table.add_row(row["name"], *cells, f"{row['counted_bytes'] / 1e6:.3f}", parts)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--hosts", type=int, default=4, help="hosts of the slow network (4)")
+    parser.add_argument("--link", default="100mbit", help="rate of each host's link (100mbit)")
+    parser.add_argument("--size", default="10M", help="elements of the tensor (10M)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds to take the median of (7)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of a rank (1)")
+    parser.add_argument("--only", choices=("slow", "loopback", "growth"), help="one part alone")
+    parser.add_argument("--out", type=Path, help="write a JSON record here")
+    options = parser.parse_args()
+    if options.as_rank:
+        rank_main(json.loads(Path(options.as_rank).read_text()))
+        return 0
+    from thinwire.lab import parse_rate
+
+    console = Console()
+    note = busy()
+    if note:
+        console.print(note)
+    job = {"numel": read_size(options.size), "rounds": options.rounds, "threads": options.threads}
+    targets: list[Target] = []
+    record: dict[str, Any] = {}
+    if options.only in (None, "slow"):
+        run = in_lab(options.hosts, options.link, 3600)
+        rows = measure("slow network", run, {**job, "runs": SLOW}, console)
+        record["slow"] = rows
+        targets += slow_targets(rows, parse_rate(options.link))
+        console.print(table_of(f"{options.hosts} hosts, {options.link}", rows))
+    if options.only in (None, "loopback"):
+        run = on_loopback(4, 600)
+        more = {**job, "rounds": 3 * options.rounds, "runs": LOOPBACK}
+        rows = measure("loopback", run, more, console)
+        record["loopback"] = rows
+        over = rows[1]["seconds"] / rows[0]["seconds"]
+        targets.append(Target("none: time over dist.all_reduce", over, "<= 1.2", over <= 1.2))
+        console.print(table_of("4 ranks on loopback", rows))
+    if options.only in (None, "growth"):
+        found = {}
+        for ranks in (2, 3, 4, 8):
+            less = {**job, "numel": job["numel"] // 10, "rounds": 1, "runs": GROWTH}
+            found[ranks] = measure(f"{ranks} ranks", on_loopback(ranks, 600), less, console)
+        record["growth"] = {str(ranks): rows for ranks, rows in found.items()}
+        targets += growth_targets(found)
+    table = Table(title="targets")
+    for column in ("what", "figure", "target", ""):
+        table.add_column(column, justify="right" if column == "figure" else "left")
+    for target in targets:
+        table.add_row(
+            target.what, f"{target.figure:.3f}", target.bound, "met" if target.met else "MISSED"
+        )
+    console.print(table)
+    if options.out:
+        settings = {k: v for k, v in vars(options).items() if k not in ("out", "as_rank")}
+        document = {
+            "schema": "thinwire.collectives/1",
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": machine()._asdict(),
+            "versions": versions(),
+            "settings": settings,
+            "notes": [note] if note else [],
+            "measured": record,
+            "targets": [target._asdict() for target in targets],
+        }
+        options.out.write_text(json.dumps(document, indent=2) + "\n")
+        console.print(f"written: {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
