@@ -18,7 +18,7 @@ from thinwire.collectives.start import (
     describe_key,
 )
 from thinwire.collectives.talk import Call, Talk
-from thinwire.collectives.twoshot import reduce_shards, settle_shards
+from thinwire.collectives.twoshot import settle_shards, sum_shards, swap_shards
 from thinwire.collectives.work import Part, Work, share
 from thinwire.compressors import Compressor
 from thinwire.kernels import Key
@@ -96,14 +96,16 @@ def reduce_scatter(
             work = Work.of(inputs, residuals, compressor, drawn, weight)
             guard("reduce_scatter", Load.of(work.parts, compressor), size, limit)
             shards = _shards(work.parts, size)
-        sums, sent, sound = reduce_shards(talk, work, shards)
+        sent, received, sound = swap_shards(talk, work, shards)
         with talk.clock("decode"):
+            (total,) = sum_shards(work, shards[me], received)
             if sound:
                 settle_shards(work, shards, sent)
                 own = shards[me][0].r
                 if own is not None:
                     own.zero_()
-            total = sums[0] if weight == 1 else sums[0].mul_(weight)
+            if weight != 1:
+                total.mul_(weight)
             output.detach().copy_(total.view_as(output))
             work.done()
 

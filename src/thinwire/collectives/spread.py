@@ -61,7 +61,8 @@ def all_gather(
                 f"output must be contiguous with {size} x {input.numel()} elements, got "
                 f"{describe(output)}"
             )
-        places = list(output.detach().view(size, -1).unbind())
+        flat, n = output.detach().view(-1), input.numel()
+        places = [flat[i * n : (i + 1) * n] for i in range(size)]
     else:
         places = [place.detach() for place in outputs]
     if len(places) != size:

@@ -27,9 +27,11 @@ def twoshot(talk: Talk, work: Work) -> None:
     compressor = work.compressor
     me, size = talk.members.index, talk.members.size
     shards = [[_shard(part, j, size) for part in work.parts] for j in range(size)]
-    sums, first, sound = reduce_shards(talk, work, shards)
+    first, received, sound = swap_shards(talk, work, shards)
     weight = work.weight
     with talk.preparing():
+        sums = sum_shards(work, shards[me], received)
+        del received
         means = [_narrowed(total, weight, p) for total, p in zip(sums, shards[me], strict=True)]
         second = [
             compressor.draft(mean, key=part.key.derive(size))
@@ -56,13 +58,10 @@ def twoshot(talk: Talk, work: Work) -> None:
                 payload.restore(part.x)
 
 
-def reduce_shards(
+def swap_shards(
     talk: Talk, work: Work, shards: list[list[Part]]
-) -> tuple[list[Tensor], list[list[Payload]], bool]:
-    """Steps 1 and 2: this rank's sums, the payloads it sent, and whether all was finite.
-
-    Nothing is settled yet.
-    """
+) -> tuple[list[list[Payload]], list[Tensor], bool]:
+    """Step 1: the payloads sent, the messages received from the others, whether all is finite."""
     compressor, me = work.compressor, talk.members.index
     with talk.preparing():
         payloads = [
@@ -74,20 +73,22 @@ def reduce_shards(
         bad = any(p.non_finite for each in payloads for p in each)
     said = talk.meet([bad], [m.numel() for m in messages])
     received = talk.swap(messages, [one.words[me] for one in said])
-    del messages
-    with talk.clock("decode"):
-        extents = [part.extent for part in shards[me]]
-        opened = [
-            unbundle(m, extents, compressor.fingerprint) for j, m in enumerate(received) if j != me
-        ]
-        sums = []
-        for i, part in enumerate(shards[me]):
-            total = part.x.to(part.real, copy=True)
-            if part.r is not None:
-                total.add_(part.r)
-            add_all([theirs[i] for theirs in opened], total)
-            sums.append(total)
-    return sums, payloads, not any(one.numbers[0] for one in said)
+    others = [message for j, message in enumerate(received) if j != me]
+    return payloads, others, not any(one.numbers[0] for one in said)
+
+
+def sum_shards(work: Work, own: list[Part], received: list[Tensor]) -> list[Tensor]:
+    """Step 2: x + r of the own shard plus what came from the others, in rank order."""
+    extents = [part.extent for part in own]
+    opened = [unbundle(message, extents, work.compressor.fingerprint) for message in received]
+    sums = []
+    for i, part in enumerate(own):
+        total = part.x.to(part.real, copy=True)
+        if part.r is not None:
+            total.add_(part.r)
+        add_all([theirs[i] for theirs in opened], total)
+        sums.append(total)
+    return sums
 
 
 def settle_shards(work: Work, shards: list[list[Part]], sent: list[list[Payload]]) -> None:

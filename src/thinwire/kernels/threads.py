@@ -42,7 +42,10 @@ def run(work: Callable[[int, int], T], parts: list[Range]) -> list[T]:
     if len(parts) == 1 or getattr(_here, "inside", False):
         return [work(*part) for part in parts]
     pool = _pool(len(parts) - 1)
-    futures = [pool.submit(_inside, work, lo, hi) for lo, hi in parts[:-1]]
+    try:
+        futures = [pool.submit(_inside, work, lo, hi) for lo, hi in parts[:-1]]
+    except RuntimeError:  # no new work for pools while the interpreter ends
+        return [work(*part) for part in parts]
     try:
         last = work(*parts[-1])
     finally:
