@@ -16,8 +16,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from thinwire.collectives.memory import Load, rounds_for
+from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.talk import Said, Talk
-from thinwire.collectives.work import Part, Work, bundle, share, unbundle
+from thinwire.collectives.work import Part, Work, share
 from thinwire.wire import Payload
 from thinwire.wire.payload import add_all
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from thinwire.collectives.channel import process_group
 from thinwire.collectives.handle import Handle
+from thinwire.collectives.message import bundle
 from thinwire.collectives.start import Group, Session, Timeout, compressor_of, describe
 from thinwire.collectives.talk import Call, Talk
-from thinwire.collectives.work import Work, bundle
+from thinwire.collectives.work import Work
 from thinwire.compressors import Compressor
 from thinwire.errors import FrameError
 from thinwire.kernels import Key

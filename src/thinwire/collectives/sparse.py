@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.talk import Talk
-from thinwire.collectives.work import Part, Work, bundle, unbundle
+from thinwire.collectives.work import Part, Work
 from thinwire.kernels import Key
 from thinwire.wire import Payload
 from thinwire.wire.code import Extent

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import Load, guard, limit_of
+from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.start import (
     Group,
     Session,
@@ -16,7 +17,7 @@ from thinwire.collectives.start import (
     describe_all,
 )
 from thinwire.collectives.talk import Call, Talk
-from thinwire.collectives.work import Work, bundle, unbundle
+from thinwire.collectives.work import Work
 from thinwire.compressors import Compressor
 from thinwire.kernels import Key
 from thinwire.wire.code import Extent

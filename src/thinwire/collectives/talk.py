@@ -18,9 +18,9 @@ from torch import Tensor
 
 from thinwire.collectives.handle import Account
 from thinwire.collectives.link import Link
+from thinwire.collectives.message import aligned, padded
 from thinwire.errors import MismatchError, PeerError
 
-ALIGNMENT = 64
 MAGIC = 0x7468696E77697265
 FIELDS = 8  # numbers that every meeting has room for, besides one for each member
 
@@ -134,18 +134,18 @@ class Talk:
 
     def gather(self, message: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """All members' messages; lengths were agreed on."""
-        slot = _aligned(max(lengths))
+        slot = aligned(max(lengths))
         with self.clock("network"):
-            room = _padded(message, slot).to(self._wire)
+            room = padded(message, slot).to(self._wire)
             table = self.link.all_gather(room, self._limit).to(self.device)
         return [table[i * slot : i * slot + n] for i, n in enumerate(lengths)]
 
     def swap(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         """messages[j] to member j; returns what each sent here, of the agreed lengths."""
-        sent = [_aligned(message.numel()) for message in messages]
-        received = [_aligned(length) for length in lengths]
+        sent = [aligned(message.numel()) for message in messages]
+        received = [aligned(length) for length in lengths]
         with self.clock("network"):
-            pieces = [_padded(m, slot) for m, slot in zip(messages, sent, strict=True)]
+            pieces = [padded(m, slot) for m, slot in zip(messages, sent, strict=True)]
             outgoing = torch.cat(pieces).to(self._wire)
             table = self.link.all_to_all(outgoing, sent, received, self._limit)
             slots = torch.split(table.to(self.device), received)
@@ -167,16 +167,6 @@ class Talk:
                 room = message.to(self._wire)
             self.link.broadcast(room, root, self._limit)
             return room.to(self.device)
-
-
-def _aligned(length: int) -> int:
-    """Messages start at multiples of this, so that what is in them can be used in place."""
-    return -(-length // ALIGNMENT) * ALIGNMENT
-
-
-def _padded(message: Tensor, length: int) -> Tensor:
-    missing = length - message.numel()
-    return torch.nn.functional.pad(message, (0, missing)) if missing else message
 
 
 def _explain(error: Exception) -> str:

@@ -17,8 +17,9 @@ payloads leave each rank.
 import torch
 from torch import Tensor
 
+from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.talk import Talk
-from thinwire.collectives.work import Part, Work, bundle, share, unbundle
+from thinwire.collectives.work import Part, Work, share
 from thinwire.wire import Payload
 from thinwire.wire.payload import add_all
 

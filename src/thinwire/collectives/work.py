@@ -1,4 +1,4 @@
-"""What a collective works on: flat tensors with their residuals, and messages of frames."""
+"""What a collective works on: flat tensors with their residuals."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors import Compressor
-from thinwire.errors import FrameError
 from thinwire.kernels import Key
-from thinwire.wire import Payload, pack, unpack
+from thinwire.wire import Payload
 from thinwire.wire.code import Extent
 from thinwire.wire.payload import flat_view
 
-ALIGNMENT = 64
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -91,48 +89,3 @@ class Work:
 def share(numel: int, index: int, count: int) -> tuple[int, int]:
     """The index-th of `count` stretches of nearly equal length."""
     return numel * index // count, numel * (index + 1) // count
-
-
-def bundle(payloads: Sequence[Payload]) -> Tensor:
-    """Frames of several tensors as one message: a table of their lengths, then the frames."""
-    frames = [pack(payload) for payload in payloads]
-    if len(frames) == 1:
-        return frames[0]
-    device = payloads[0].device
-    table = torch.tensor([f.numel() for f in frames], dtype=torch.int64).view(torch.uint8)
-    pieces = [table.to(device), *frames]
-    return torch.cat([_padded(piece) for piece in pieces])
-
-
-def unbundle(message: Tensor, extents: Sequence[Extent], fingerprint: int) -> list[Payload]:
-    """The payloads in a message, checked to be of this type and length and compressor."""
-    frames = [message] if len(extents) == 1 else _frames(message, len(extents))
-    payloads = []
-    for frame, extent in zip(frames, extents, strict=True):
-        payload = unpack(frame, max_numel=extent.numel)
-        if payload.extent != extent or payload.fingerprint != fingerprint:
-            raise FrameError(
-                f"expected {extent.numel} elements of {extent.dtype} from compressor "
-                f"{fingerprint:#010x}, got {payload.numel} of {payload.dtype} from "
-                f"{payload.fingerprint:#010x}"
-            )
-        payloads.append(payload)
-    return payloads
-
-
-def _frames(message: Tensor, count: int) -> list[Tensor]:
-    at = -(-8 * count // ALIGNMENT) * ALIGNMENT
-    if message.numel() < at:
-        raise FrameError(f"a message of {message.numel()} bytes has no table of {count} lengths")
-    lengths = message[: 8 * count].cpu().view(torch.int64).tolist()
-    frames = []
-    for length in lengths:
-        if length < 0 or at + length > message.numel():
-            raise FrameError("the lengths of frames do not fit the message")
-        frames.append(message[at : at + length])
-        at += -(-length // ALIGNMENT) * ALIGNMENT
-    return frames
-
-
-def _padded(piece: Tensor) -> Tensor:
-    return torch.nn.functional.pad(piece, (0, -piece.numel() % ALIGNMENT))

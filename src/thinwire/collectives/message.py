@@ -1,0 +1,67 @@
+"""Messages: the frames that one rank sends another in one piece.
+
+Everything in a message starts at a multiple of 64 bytes, so that it can be used where it arrives.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import FrameError
+from thinwire.wire import Payload, pack, unpack
+from thinwire.wire.code import Extent
+
+ALIGNMENT = 64
+
+
+def aligned(length: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def padded(message: Tensor, length: int) -> Tensor:
+    """The message with zeros behind it."""
+    missing = length - message.numel()
+    return torch.nn.functional.pad(message, (0, missing)) if missing else message
+
+
+def bundle(payloads: Sequence[Payload]) -> Tensor:
+    """Frames of several tensors as one message: a table of their lengths, then the frames."""
+    frames = [pack(payload) for payload in payloads]
+    if len(frames) == 1:
+        return frames[0]
+    device = payloads[0].device
+    table = torch.tensor([f.numel() for f in frames], dtype=torch.int64).view(torch.uint8)
+    pieces = [table.to(device), *frames]
+    return torch.cat([padded(piece, aligned(piece.numel())) for piece in pieces])
+
+
+def unbundle(message: Tensor, extents: Sequence[Extent], fingerprint: int) -> list[Payload]:
+    """The payloads in a message, checked to be of this type and length and compressor."""
+    frames = [message] if len(extents) == 1 else _frames(message, len(extents))
+    payloads = []
+    for frame, extent in zip(frames, extents, strict=True):
+        payload = unpack(frame, max_numel=extent.numel)
+        if payload.extent != extent or payload.fingerprint != fingerprint:
+            raise FrameError(
+                f"expected {extent.numel} elements of {extent.dtype} from compressor "
+                f"{fingerprint:#010x}, got {payload.numel} of {payload.dtype} from "
+                f"{payload.fingerprint:#010x}"
+            )
+        payloads.append(payload)
+    return payloads
+
+
+def _frames(message: Tensor, count: int) -> list[Tensor]:
+    at = aligned(8 * count)
+    if message.numel() < at:
+        raise FrameError(f"a message of {message.numel()} bytes has no table of {count} lengths")
+    lengths = message[: 8 * count].cpu().view(torch.int64).tolist()
+    frames = []
+    for length in lengths:
+        if length < 0 or at + length > message.numel():
+            raise FrameError("the lengths of frames do not fit the message")
+        frames.append(message[at : at + length])
+        at += aligned(length)
+    return frames
