@@ -152,6 +152,14 @@ def process_group(group: Any) -> Any:
     return group
 
 
+def place_of(group: Any, rank: int) -> int:
+    """A global rank's place in a group."""
+    ranks = dist.get_process_group_ranks(group)
+    if rank not in ranks:
+        raise ValueError(f"rank {rank!r} does not belong to the group of ranks {ranks}")
+    return ranks.index(rank)
+
+
 def channel_of(
     group: Any, device: torch.device, between: tuple[int, int, int] | None = None
 ) -> Channel:

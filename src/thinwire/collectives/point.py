@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.channel import process_group
+from thinwire.collectives.channel import place_of, process_group
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.message import bundle
-from thinwire.collectives.start import Group, Session, Timeout, compressor_of, describe
+from thinwire.collectives.start import Group, Session, Timeout, compressor_of, describe, span_of
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.work import Work
 from thinwire.compressors import Compressor
@@ -95,7 +95,7 @@ def isend(
             if residual is not None:
                 work.done()
 
-    return session.begin(handle, _call(tensor), job, timeout, async_op=True)
+    return session.begin(handle, _call(tensor), job, span_of(timeout), async_op=True)
 
 
 def recv(
@@ -144,7 +144,7 @@ def irecv(
                 )
             payload.restore(tensor.detach())
 
-    return session.begin(handle, _call(tensor), job, timeout, async_op=True)
+    return session.begin(handle, _call(tensor), job, span_of(timeout), async_op=True)
 
 
 def _session(group: Any, tensor: Tensor, peer: int, tag: int, sending: bool) -> Session:
@@ -153,7 +153,7 @@ def _session(group: Any, tensor: Tensor, peer: int, tag: int, sending: bool) -> 
     if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
         raise ValueError(f"tag must be a non-negative integer, got {tag!r}")
     group = process_group(group)
-    me, other = dist.get_rank(group), dist.get_group_rank(group, peer)
+    me, other = dist.get_rank(group), place_of(group, peer)
     if me == other:
         raise ValueError(f"rank {peer} cannot send to itself")
     return Session(group, [tensor], (me, other, tag) if sending else (other, me, tag))

@@ -20,6 +20,7 @@ from thinwire.collectives.start import (
     compressor_of,
     describe_all,
     describe_key,
+    span_of,
 )
 from thinwire.collectives.summable import summable
 from thinwire.collectives.talk import Call, Talk
@@ -160,7 +161,7 @@ def _start(
     compressor = compressor_of(compressor)
     operation = op_name(op)
     check(operation, compressor, tensors, residuals)
-    limit = limit_of(max_bytes)
+    limit, span = limit_of(max_bytes), span_of(timeout)
     if collective not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
     unsuited = None if collective == "auto" else suits(collective, compressor)
@@ -214,4 +215,4 @@ def _start(
         with talk.clock("decode"):
             work.done()
 
-    return session.begin(handle, call, job, timeout, async_op)
+    return session.begin(handle, call, job, span, async_op)

@@ -16,6 +16,7 @@ from thinwire.collectives.start import (
     compressor_of,
     describe_all,
     describe_key,
+    span_of,
 )
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.twoshot import settle_shards, sum_shards, swap_shards
@@ -59,7 +60,7 @@ def reduce_scatter(
     operation = op_name(op)
     if operation not in ("SUM", "AVG"):
         raise ValueError(f"reduce_scatter takes SUM and AVG, got {operation}")
-    limit = limit_of(max_bytes)
+    limit, span = limit_of(max_bytes), span_of(timeout)
     listed = not isinstance(input, Tensor)
     inputs = [input] if isinstance(input, Tensor) else list(input)
     residuals = _as_list(residual, len(inputs))
@@ -109,7 +110,7 @@ def reduce_scatter(
             output.detach().copy_(total.view_as(output))
             work.done()
 
-    return session.begin(handle, Call("reduce_scatter", details), job, timeout, async_op)
+    return session.begin(handle, Call("reduce_scatter", details), job, span, async_op)
 
 
 def _as_list(residual: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.channel import place_of
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import Load, guard, limit_of
 from thinwire.collectives.message import bundle, unbundle
@@ -15,6 +15,7 @@ from thinwire.collectives.start import (
     compressor_of,
     describe,
     describe_all,
+    span_of,
 )
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.work import Work
@@ -52,7 +53,7 @@ def all_gather(
     """
     compressor = compressor_of(compressor)
     compressor.check_input(input, residual)
-    limit = limit_of(max_bytes)
+    limit, span = limit_of(max_bytes), span_of(timeout)
     outputs = [output] if isinstance(output, Tensor) else list(output)
     session = Session(group, [input, *outputs])
     size, me = session.size, session.rank
@@ -102,7 +103,7 @@ def all_gather(
             for place, theirs in zip(places, received, strict=True):
                 theirs.restore(place)
 
-    return session.begin(handle, Call("all_gather", details), job, timeout, async_op)
+    return session.begin(handle, Call("all_gather", details), job, span, async_op)
 
 
 def broadcast(
@@ -132,9 +133,9 @@ def broadcast(
     """
     compressor = compressor_of(compressor)
     compressor.check_input(tensor, residual)
-    limit = limit_of(max_bytes)
+    limit, span = limit_of(max_bytes), span_of(timeout)
     session = Session(group, [tensor])
-    root = dist.get_group_rank(session.group, src)
+    root = place_of(session.group, src)
     handle = Handle(tensor, f"broadcast of {describe(tensor)} with {compressor}")
     if session.size == 1:
         handle.account.collective = "none"
@@ -167,4 +168,4 @@ def broadcast(
             received.restore(part.x)
             work.done()
 
-    return session.begin(handle, Call("broadcast", details), job, timeout, async_op)
+    return session.begin(handle, Call("broadcast", details), job, span, async_op)

@@ -49,7 +49,7 @@ class Session:
         handle: Handle,
         call: Call,
         job: Callable[[Talk], None],
-        timeout: Timeout,
+        timeout: timedelta | None,
         async_op: bool,
     ) -> Handle:
         """Queue the job; wait for it unless it is to run in the background."""
@@ -68,7 +68,7 @@ class Session:
             if ready is not None:
                 torch.cuda.current_stream(self.device).synchronize()
 
-        self.channel.submit(handle, run, span(timeout))
+        self.channel.submit(handle, run, timeout)
         if not async_op:
             handle.wait()
         return handle
@@ -78,7 +78,7 @@ def _cuda(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def span(timeout: Timeout) -> timedelta | None:
+def span_of(timeout: Timeout) -> timedelta | None:
     """A timeout as a positive timedelta."""
     if timeout is None:
         return None
