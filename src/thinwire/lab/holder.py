@@ -1,0 +1,76 @@
+"""The process that holds a lab's namespaces: `python -m thinwire.lab.holder <parent>`.
+
+It answers requests, one line of JSON each, on its standard input and output. When the input ends or
+the process <parent> does, it kills what still runs in the lab and goes; with it go namespaces,
+bridge and links, because nothing else keeps them. So nothing of a lab outlives its owner, however
+that one ends.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+from typing import Any
+
+from thinwire.lab.network import BuildError, Network
+from thinwire.lab.sweep import sweep
+from thinwire.lab.topology import Link, Station
+
+
+def main(parent: int) -> None:
+    # The terminal's Ctrl-C is the owner's affair.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    watched = os.pidfd_open(parent)
+    if os.getppid() != parent:  # gone before we could watch, and the number may be another's now
+        return
+    try:
+        network = Network()
+    except BuildError as error:
+        _answer({"error": str(error)})
+        return
+    try:
+        _answer({"holder": os.getpid()})
+        _serve(network, watched)
+    finally:
+        sweep(network.namespaces())
+
+
+def _serve(network: Network, watched: int) -> None:
+    # Not sys.stdin: what it has read ahead cannot be waited for.
+    received = b""
+    while True:
+        ready, _, _ = select.select([0, watched], [], [])
+        if watched in ready:
+            return
+        chunk = os.read(0, 2**16)
+        if not chunk:
+            return
+        *lines, received = (received + chunk).split(b"\n")
+        for line in lines:
+            try:
+                _answer({"value": _do(network, json.loads(line))})
+            except BuildError as error:
+                _answer({"error": str(error)})
+
+
+def _do(network: Network, request: dict[str, Any]) -> object:
+    match request:
+        case {"do": "plug_in", "address": address, "link": link}:
+            network.plug_in(Station(address, Link(**link)))
+            return network.ports[-1].namespace
+        case {"do": "set_link", "host": host, "link": link}:
+            network.set_link(host, Link(**link))
+            return None
+        case {"do": "counters"}:
+            return [network.counters(host) for host in range(len(network.ports))]
+    raise AssertionError(f"unknown request {request}")
+
+
+def _answer(answer: dict[str, object]) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,31 @@
+"""Rates of links, as people write them."""
+
+import re
+
+UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+SLOWEST, FASTEST = 10 * UNITS["kbit"], 10 * UNITS["gbit"]
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?) *([a-z]+)(?:/s)?", re.IGNORECASE)
+
+
+def parse_rate(rate: str) -> int:
+    """Bits per second of a rate like "100mbit", "1.5 gbit" or "20mbit/s".
+
+    Units are decimal, as network equipment has them, and always bits: "mbps" is refused because
+    half of its readers take it for bytes.
+
+    >>> parse_rate("100mbit")
+    100000000
+    """
+    if not isinstance(rate, str):
+        raise TypeError(f"a rate is text with its unit, like '100mbit', got {rate!r}")
+    match = _RATE.fullmatch(rate.strip())
+    unit = UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(
+            f"a rate is a number and one of {', '.join(UNITS)}, like '100mbit', got {rate!r}"
+        )
+    bits = round(float(match[1]) * unit)
+    if not SLOWEST <= bits <= FASTEST:
+        raise ValueError(f"a rate must be from 10kbit to 10gbit, got {rate!r}")
+    return bits

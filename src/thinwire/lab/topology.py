@@ -1,0 +1,80 @@
+"""What a lab is made of, as data: it is checked here and built by `network` in another process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_network
+
+from thinwire.lab.rate import parse_rate
+
+MOST_HOSTS = 250  # addresses of the one subnet, with some to spare
+INTERFACE = "wire0"  # the name of each host's end of its link
+NETWORK = ip_network("10.77.0.0/24")
+
+# Both were measured, see docs/lab.md.
+BURST_SECONDS = 0.001
+LEAST_BURST_BYTES = 5 * 1514
+QUEUE_SECONDS = 0.05
+LEAST_QUEUE_BYTES = 2**17
+
+
+@dataclass(frozen=True)
+class Link:
+    """A cable with the same rate in both directions."""
+
+    rate_bits: int  # a second, counted as Ethernet frames without preamble, gap and checksum
+    burst_bytes: int  # how much may pass at once after a pause
+    queue_bytes: int  # how much may wait at either end; what comes on top is dropped
+
+
+@dataclass(frozen=True)
+class Station:
+    """A host and the link by which it hangs on the switch."""
+
+    address: str
+    link: Link
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One switch with all hosts around it."""
+
+    stations: tuple[Station, ...]
+
+
+def link_of(rate: str, burst_bytes: int | None = None, queue_seconds: float | None = None) -> Link:
+    bits = parse_rate(rate)
+    if burst_bytes is None:
+        burst_bytes = max(LEAST_BURST_BYTES, round(bits / 8 * BURST_SECONDS))
+    if burst_bytes < 2 * 1514:
+        raise ValueError(f"burst_bytes must hold two Ethernet frames, 3028, got {burst_bytes}")
+    if queue_seconds is None:
+        queue_bytes = max(LEAST_QUEUE_BYTES, round(bits / 8 * QUEUE_SECONDS))
+    elif 0 < queue_seconds <= 10:
+        queue_bytes = max(burst_bytes, round(bits / 8 * queue_seconds))
+    else:
+        raise ValueError(f"queue_seconds must be in (0, 10], got {queue_seconds}")
+    return Link(bits, burst_bytes, queue_bytes)
+
+
+def star(
+    hosts: int,
+    link: str | Sequence[str],
+    burst_bytes: int | None = None,
+    queue_seconds: float | None = None,
+) -> Topology:
+    """All hosts around one switch, with one rate for all links or one for each."""
+    if not isinstance(hosts, int) or isinstance(hosts, bool):
+        raise TypeError(f"hosts must be a number of hosts, got {hosts!r}")
+    if not 1 <= hosts <= MOST_HOSTS:
+        raise ValueError(f"hosts must be from 1 to {MOST_HOSTS}, got {hosts}")
+    if not isinstance(link, str | Sequence):
+        raise TypeError(f"link must be a rate, like '100mbit', or a sequence of them, got {link!r}")
+    rates = [link] * hosts if isinstance(link, str) else list(link)
+    if len(rates) != hosts:
+        raise ValueError(f"link must be one rate or one for each of {hosts} hosts, got {link!r}")
+    return Topology(
+        tuple(
+            Station(str(NETWORK[host + 1]), link_of(rate, burst_bytes, queue_seconds))
+            for host, rate in enumerate(rates)
+        )
+    )

@@ -1,0 +1,486 @@
+"""A lab's links are as slow as they say, its counters count, and nothing of it is ever left.
+
+All of it happens in namespaces that the tests make; no address outside is used.
+"""
+
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import MissingExtraError
+from thinwire.lab import HostFailedError, Lab, LabError, RunTimeoutError, parse_rate, why_not
+
+PYTHON = (sys.executable, "-I", "-S", "-c")  # without site-packages: starts in 15 ms
+NOBODY = 65534
+PATIENCE_SECONDS = 10.0
+marks = itertools.count()
+
+# Both send at once, each as many bytes as its argument says. Prints the bits a second that came
+# over the link, from its own counter, between a tenth and four fifths of the way. So it matters
+# little if the program must wait for a processor: the data is there already when it goes on.
+EXCHANGE = """
+import os, socket, sys, threading, time
+mine, theirs = map(int, sys.argv[1:] if os.environ["RANK"] == "0" else sys.argv[:0:-1])
+where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    peer, _ = socket.create_server(where).accept()
+else:
+    while True:
+        try:
+            peer = socket.create_connection(where)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+peer.sendall(b"!")
+peer.recv(1)
+def look():
+    while True:
+        began = time.monotonic()
+        line = next(line for line in open("/proc/net/dev") if "wire0" in line)
+        if time.monotonic() - began < 0.005:
+            return 8 * int(line.split()[1]), began
+sending = threading.Thread(target=lambda: peer.sendall(bytes(mine)))
+sending.start()
+left, looks = theirs, []
+while left:
+    left -= len(peer.recv(min(left, 2**18)))
+    if left < theirs * (0.9, 0.2, 0)[len(looks)]:
+        looks.append(look())
+if looks:
+    (bits, began), (more, ended) = looks
+    print((more - bits) / (ended - began))
+sending.join()
+peer.shutdown(socket.SHUT_WR)
+peer.recv(1)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def possible():
+    reason = why_not()
+    if reason:
+        pytest.skip(f"no lab can be made here: {reason}")
+
+
+@pytest.fixture(scope="module")
+def lab(possible):
+    # A short queue: TCP fills it soon in both directions, and it is the link that is tested here.
+    with Lab(hosts=2, link="20mbit", queue_seconds=0.02) as lab:
+        yield lab
+
+
+def shell(script):
+    return ["sh", "-c", script]
+
+
+def new_mark():
+    """An argument for sleep by which its process can be told from all others."""
+    return f"3600.{os.getpid()}{next(marks):04d}"
+
+
+def processes_with(text):
+    """The command lines of all processes in which this text stands."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if text in command:
+                found.append(command)
+    return found
+
+
+def sleepers(mark):
+    """How many sleep, not counting those who will: shells and what brings a program into a host."""
+    return sum(command.startswith("sleep ") for command in processes_with(mark))
+
+
+def users_of(namespaces):
+    """What keeps these namespaces alive: processes in them and files open on them."""
+    found = []
+    links = itertools.chain(Path("/proc").glob("[0-9]*/ns/net"), Path("/proc").glob("[0-9]*/fd/*"))
+    for link in links:
+        try:
+            if os.readlink(link) in namespaces:
+                found.append(str(link))
+        except OSError:
+            continue
+    return found
+
+
+def eventually(condition, seconds=PATIENCE_SECONDS):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+# Rates
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"),
+    [("100mbit", 10**8), ("1gbit", 10**9), (" 1.5 Gbit/s", 15 * 10**8), ("64kbit", 64_000)],
+)
+def test_rates_are_read(rate, bits):
+    assert parse_rate(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["", "100", "mbit", "100mbps", "100MB", "-1mbit", "1e3mbit", "1m"])
+def test_what_is_no_rate_is_refused(rate):
+    with pytest.raises(ValueError, match="a rate is a number and one of bit, kbit, mbit, gbit"):
+        parse_rate(rate)
+
+
+@pytest.mark.parametrize("rate", ["1kbit", "100gbit", "0mbit"])
+def test_rates_out_of_range_are_refused(rate):
+    with pytest.raises(ValueError, match="from 10kbit to 10gbit"):
+        parse_rate(rate)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"hosts": 0}, ValueError, "hosts must be from 1 to 250, got 0"),
+        ({"hosts": 2.0}, TypeError, "hosts must be a number of hosts"),
+        ({"hosts": 2, "link": "fast"}, ValueError, "a rate is a number"),
+        ({"hosts": 2, "link": 100}, TypeError, "link must be a rate"),
+        ({"hosts": 2, "link": ["1mbit"] * 3}, ValueError, "one for each of 2 hosts"),
+        ({"hosts": 2, "burst_bytes": 1000}, ValueError, "burst_bytes must hold two"),
+        ({"hosts": 2, "queue_seconds": 0}, ValueError, r"queue_seconds must be in \(0, 10\]"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        Lab(**arguments)
+
+
+def test_a_lab_that_is_not_open_says_so():
+    with pytest.raises(LabError, match="not open"):
+        Lab(hosts=2).run(["true"])
+
+
+def test_what_a_host_lacks_is_refused(lab):
+    with pytest.raises(ValueError, match="host must be from 0 to 1, got 2"):
+        lab.set_link(2, "10mbit")
+    with pytest.raises(FileNotFoundError, match="host 0: no program 'no-such-program'"):
+        lab.run(["no-such-program"])
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'thinwire\[lab\]'"), Lab(hosts=1):
+        pass
+    assert "pyroute2" in why_not()
+
+
+def test_why_not_gives_the_reason(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "needs Linux" in why_not()
+
+
+# Links
+
+
+def exchange(lab, size, back=None):
+    """(bits a second or None, bytes) that came over the links of both, used at the same time."""
+    back = size if back is None else back
+    before = lab.counters()
+    results = lab.run([*PYTHON, EXCHANGE, str(size), str(back)], timeout=30)
+    carried = [now - then for now, then in zip(lab.counters(), before, strict=True)]
+    return [
+        (float(r.stdout) if r.stdout else None, c.received_bytes)
+        for r, c in zip(results, carried, strict=True)
+    ]
+
+
+def rate_is(lab, bits, size, back=None, tolerance=0.05):
+    """Whether the directions in use have their rate. A busy machine may slow them: five tries."""
+    tries = []
+    for _ in range(5):
+        tries.append([rate / bits for rate, _ in exchange(lab, size, back) if rate])
+        if all(abs(rate - 1) <= tolerance for rate in tries[-1]):
+            return True
+        assert all(rate <= 1 + tolerance for rate in tries[-1]), tries
+    pytest.fail(f"rates are {tries} of what they should be, more than {tolerance:.0%} off")
+
+
+def test_links_have_their_rate_both_ways_and_change_it(lab):
+    assert rate_is(lab, 20e6, 2_000_000)
+    lab.set_link(0, "60mbit")
+    lab.set_link(1, "60mbit")
+    assert rate_is(lab, 60e6, 6_000_000)
+    lab.set_link(1, "20mbit")  # the slower end of a path decides
+    assert rate_is(lab, 20e6, 2_000_000, back=0)
+    lab.set_link(0, "20mbit")
+
+
+def test_each_host_can_have_a_rate_of_its_own():
+    with Lab(hosts=2, link=["100mbit", "10mbit"]) as lab:
+        # One way: acknowledgements that wait behind data make TCP itself uneven at first.
+        assert rate_is(lab, 10e6, 1_000_000, back=0)
+
+
+def test_counters_count_what_was_sent(lab):
+    # Packets are counted one by one: 1448 of 1514 bytes are payload. On top come acknowledgements
+    # of the other direction, 66 bytes for one packet at most, though two usually share one.
+    size = 1_000_000
+    full = size * 1514 / 1448
+    for _, carried in exchange(lab, size):
+        assert full <= carried <= full * (1 + 66 / 1514) * 1.01
+
+
+def test_a_program_sees_its_own_counters_and_nobody_else_talks():
+    with Lab(hosts=2) as lab:
+        assert {(c.sent_bytes, c.received_bytes) for c in lab.counters()} == {(0, 0)}
+        exchange(lab, 100_000)
+        lines = [r.stdout for r in lab.run(shell("grep wire0 /proc/net/dev"))]
+        inside = [[int(word) for word in line.split()[1:]] for line in lines]
+        outside = lab.counters()
+    assert [(n[0], n[1], n[8], n[9]) for n in inside] == [
+        (c.received_bytes, c.received_packets, c.sent_bytes, c.sent_packets) for c in outside
+    ]
+
+
+def test_a_host_reaches_its_lab_only(lab):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        probe = f"""
+import socket
+try:
+    socket.create_connection(("127.0.0.1", {port}), timeout=5)
+except ConnectionRefusedError:
+    print(*sorted(name for _, name in socket.if_nameindex()))
+    print(*(line.split()[1] for line in open("/proc/net/route").readlines()[1:]))
+"""
+        for result in lab.run([*PYTHON, probe], timeout=20):
+            assert result.stdout.splitlines() == ["lo wire0", "00004D0A"]  # 10.77.0.0, no default
+
+
+# Programs
+
+
+def test_each_program_knows_its_place(lab):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MINE")
+    script = f"echo {' '.join(f'${name}' for name in names)} $GLOO_SOCKET_IFNAME; echo late >&2"
+    heard = []
+    results = lab.run(shell(script), env={"MINE": "x"}, on_line=lambda *what: heard.append(what))
+    said = [f"{rank} 2 0 1 {lab.hosts[0].address} x wire0" for rank in range(2)]
+    assert [(r.host, r.exit_code, r.stdout, r.stderr) for r in results] == [
+        (rank, 0, f"{said[rank]}\n", "late\n") for rank in range(2)
+    ]
+    assert sorted(heard) == sorted(
+        what
+        for rank in range(2)
+        for what in ((rank, "stdout", said[rank]), (rank, "stderr", "late"))
+    )
+
+
+def test_long_output_and_a_last_line_without_end_arrive(lab):
+    results = lab.run(
+        [*PYTHON, "print('x' * 99 + '\\n' * 1, end='') or print('y' * 10**6, end='')"]
+    )
+    assert {r.stdout for r in results} == {"x" * 99 + "\n" + "y" * 10**6}
+
+
+def test_a_failing_host_ends_the_rest(lab):
+    mark = new_mark()
+    began = time.monotonic()
+    with pytest.raises(HostFailedError, match="host 1 failed with exit code 7:\nworse") as caught:
+        lab.run(shell(f"test $RANK = 0 || {{ echo worse >&2; exit 7; }}; exec sleep {mark}"))
+    assert (caught.value.host, caught.value.exit_code) == (1, 7)
+    assert [r.exit_code for r in caught.value.results] == [-signal.SIGTERM, 7]
+    assert time.monotonic() - began < PATIENCE_SECONDS
+    assert not processes_with(mark)
+
+
+def test_a_program_that_a_signal_ended_is_told_so(lab):
+    with pytest.raises(HostFailedError, match="host 0 was ended by SIGKILL"):
+        lab.run(shell("test $RANK = 1 || kill -9 $$; sleep 60"))
+
+
+def test_a_timeout_ends_all_even_the_stubborn(lab):
+    mark = new_mark()
+    script = f"trap '' TERM; sleep {mark} & echo ready; wait; wait"
+    with pytest.raises(RunTimeoutError, match=r"not done after 0.5 s.*\n  host 0: ready") as caught:
+        lab.run(shell(script), timeout=0.5)
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.late == [0, 1]
+    assert eventually(lambda: not processes_with(mark))  # the killed children of killed programs
+
+
+def test_an_error_in_on_line_ends_all(lab):
+    mark = new_mark()
+
+    def refuse(host, stream, line):
+        raise KeyError(line)
+
+    with pytest.raises(KeyError, match="hello"):
+        lab.run(shell(f"echo hello; exec sleep {mark}"), on_line=refuse)
+    assert not processes_with(mark)
+
+
+def test_a_program_outlives_the_thread_that_started_it_but_not_the_lab():
+    mark, started = new_mark(), []
+    with Lab(hosts=1) as lab:
+        thread = threading.Thread(
+            target=lambda: started.append(lab.hosts[0].start(["sleep", mark]))
+        )
+        thread.start()
+        thread.join()
+        assert eventually(lambda: sleepers(mark))
+        time.sleep(0.1)
+        assert started[0].poll() is None
+        orphan = new_mark()
+        lab.run(shell(f"setsid sleep {orphan} & sleep 0.2"))
+        assert eventually(lambda: sleepers(orphan))
+    assert started[0].returncode == -signal.SIGTERM
+    assert not processes_with(mark)
+    assert not processes_with(orphan)
+
+
+def test_a_lab_whose_holder_dies_says_so():
+    with Lab(hosts=1) as lab:
+        end = threading.Timer(0.3, os.kill, (lab._holder.pid, signal.SIGKILL))
+        end.start()
+        with pytest.raises(LabError, match="holds the lab has ended"):
+            lab.run(["sleep", "60"])
+        with pytest.raises(LabError, match="holds the lab has ended"):
+            lab.counters()
+
+
+# Endings
+
+OWNER = """
+import json, subprocess, sys
+from thinwire.lab import Lab
+mark = sys.argv[1]
+with Lab(hosts=2) as lab:
+    spaces = [r.stdout.strip() for r in lab.run(["readlink", "/proc/self/ns/net"])]
+    lab.hosts[0].start(["sh", "-c", f"setsid sleep {mark} & exec sleep {mark}"])
+    print(json.dumps(spaces), flush=True)
+    lab.run(["sleep", mark])
+"""
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_however_the_owner_ends(blow):
+    mark = new_mark()
+    interfaces = socket.if_nameindex()
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, mark], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        namespaces = json.loads(owner.stdout.readline())
+        assert len(set(namespaces)) == 2
+        # Two of the run, one of start and the one that this one left to itself.
+        assert eventually(lambda: sleepers(mark) == 4)
+        assert users_of(namespaces)
+        owner.send_signal(blow)
+        _, complaints = owner.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        owner.kill()
+        owner.communicate()
+    assert (b"KeyboardInterrupt" in complaints) == (blow == signal.SIGINT)
+    assert eventually(lambda: not processes_with(mark)), processes_with(mark)
+    assert eventually(lambda: not users_of(namespaces)), users_of(namespaces)
+    assert not processes_with(f"thinwire.lab.holder {owner.pid}")
+    assert socket.if_nameindex() == interfaces
+
+
+def test_an_exception_in_the_block_ends_all():
+    mark, pids = new_mark(), []
+
+    def stumble():
+        with Lab(hosts=1) as lab:
+            pids.extend([lab.hosts[0].start(["sleep", mark]).pid, lab._holder.pid])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stumble()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not processes_with(mark)
+
+
+# Others
+
+VISITOR = """
+import json, os, sys
+from thinwire.lab import Lab, why_not
+reason = why_not()
+if reason is None:
+    with Lab(hosts=2, link="20mbit") as lab:
+        lab.run([sys.executable, "-I", "-S", "-c", sys.argv[1], "200000", "200000"], timeout=30)
+        lab.set_link(0, "10mbit")
+        users = [int(result.stdout) for result in lab.run(["id", "-u"])]
+        sent = [c.sent_bytes for c in lab.counters()]
+    print(json.dumps([None, users, sent]))
+else:
+    print(json.dumps([reason, None, None]))
+"""
+
+
+def test_an_ordinary_user_can_have_a_lab():
+    if os.geteuid() != 0:
+        pytest.skip("the other tests show it already: this is an ordinary user")
+    # The interpreter of the tests may lie where nobody may look.
+    for python in (sys.executable, shutil.which("python3", path="/usr/bin") or sys.executable):
+        try:
+            done = subprocess.run(
+                [python, "-c", VISITOR, EXCHANGE],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                cwd="/",
+                user=NOBODY,
+                group=NOBODY,
+                extra_groups=[],
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        except PermissionError as error:
+            done = subprocess.CompletedProcess([], 1, "", str(error))
+        if done.returncode == 0:
+            break
+    else:
+        pytest.skip(f"no Python that user {NOBODY} can run: {done.stderr.strip()[-300:]}")
+    reason, users, sent = json.loads(done.stdout)
+    if reason:
+        pytest.skip(f"an ordinary user can have no lab here: {reason}")
+    assert users == [NOBODY, NOBODY]
+    assert min(sent) > 200_000
+
+
+ALL_REDUCE = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+x = torch.full((100_000,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+assert (x == 3.0).all(), x
+dist.destroy_process_group()
+"""
+
+
+def test_gloo_reduces_across_hosts(lab):
+    before = lab.counters()
+    env = {"OMP_NUM_THREADS": "1"}
+    lab.run([sys.executable, "-c", ALL_REDUCE], env=env, timeout=60)
+    # With two ranks each sends all of its tensor once: 400,000 bytes, headers and the store's talk.
+    for now, then in zip(lab.counters(), before, strict=True):
+        assert 400_000 < (now - then).sent_bytes < 480_000
