@@ -49,6 +49,7 @@ def main() -> None:
         first_stage(inputs)
     else:
         second_stage(targets)
+    tw.pipe_wait()
     dist.destroy_process_group()
 
 

@@ -156,7 +156,7 @@ def place_of(group: Any, rank: int) -> int:
     """A global rank's place in a group."""
     ranks = dist.get_process_group_ranks(group)
     if rank not in ranks:
-        raise ValueError(f"rank {rank!r} does not belong to the group of ranks {ranks}")
+        raise ValueError(f"rank {rank!r} is not part of the group of ranks {ranks}")
     return ranks.index(rank)
 
 

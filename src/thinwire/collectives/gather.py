@@ -13,9 +13,10 @@ step 5 comes after the last round, so that a failure in between changes nothing.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from thinwire.collectives.memory import Load, rounds_for
+from thinwire.collectives.memory import rounds_for
 from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.talk import Said, Talk
 from thinwire.collectives.work import Part, Work, share
@@ -32,11 +33,11 @@ class _Ready(NamedTuple):
     said: list[Said]  # length, non-finite, rounds, limit
 
 
-def gather(talk: Talk, work: Work, load: Load, limit: int | None) -> None:
+def gather(talk: Talk, work: Work, limit: int | None) -> None:
     with talk.preparing():
-        rounds = rounds_for(load, talk.members.size, limit)
+        rounds = rounds_for(work.parts, work.compressor, talk.members.size, limit)
     ready = _announce(talk, work, 0, rounds, limit)
-    agreed = _agree(talk, ready.said, load, rounds, limit)
+    agreed = _agree(talk, work, ready.said, limit)
     if any(one.numbers[2] != agreed for one in ready.said):
         rounds = agreed
         ready = _announce(talk, work, 0, rounds, None)
@@ -56,13 +57,13 @@ def _announce(talk: Talk, work: Work, turn: int, rounds: int, limit: int | None)
     return _Ready(parts, payloads, message, said)
 
 
-def _agree(talk: Talk, said: list[Said], load: Load, rounds: int, limit: int | None) -> int:
+def _agree(talk: Talk, work: Work, said: list[Said], limit: int | None) -> int:
     """The number of rounds that satisfies everybody, now that real lengths are known."""
     wanted = [one.numbers[2] for one in said]
     if any(one.numbers[3] for one in said):
         with talk.preparing():
-            frame = rounds * max(one.numbers[0] for one in said)
-            mine = rounds_for(load.grown(frame), talk.members.size, limit)
+            frame = max(one.numbers[0] * one.numbers[2] for one in said)
+            mine = rounds_for(work.parts, work.compressor, talk.members.size, limit, frame)
         wanted += [one.numbers[0] for one in talk.meet([mine])]
     return max(wanted)
 
@@ -101,6 +102,8 @@ def _in_rounds(talk: Talk, work: Work, ready: _Ready, rounds: int) -> None:
                 own.append((part, payload, total))
         del received
     with talk.clock("decode"):
+        # Sums beyond float16 are the same news as infinities in the tensors, and on all ranks.
+        sound = sound and all(_fits(total, part.x.dtype) for part, _, total in own)
         for part, payload, total in own:
             if sound:
                 part.settle(work.compressor, payload)
@@ -112,3 +115,10 @@ def _slice(part: Part, turn: int, rounds: int) -> Part:
         return part
     lo, hi = share(part.x.numel(), turn, rounds)
     return part.cut(lo, hi, part.key.derive(turn))
+
+
+def _fits(total: Tensor, dtype: torch.dtype) -> bool:
+    if dtype != torch.float16 or not total.numel():
+        return True
+    low, high = total.aminmax()
+    return max(-float(low), float(high)) < 65520  # what rounds to infinity

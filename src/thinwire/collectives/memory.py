@@ -137,17 +137,29 @@ def estimate(collective: str, load: Load, size: int, rounds: int = 1) -> Estimat
     return Estimate(tuple((name, int(value)) for name, value in items.items()))
 
 
-def guard(collective: str, load: Load, size: int, limit: int | None) -> None:
+def guard(
+    collective: str, parts: Sequence[Part], compressor: Compressor, size: int, limit: int | None
+) -> None:
     """Refuse an exchange that would take more than the limit."""
-    need = estimate(collective, load, size)
-    if limit is not None and need.num_bytes > limit:
+    if limit is None:
+        return
+    need = estimate(collective, Load.of(parts, compressor), size)
+    if need.num_bytes > limit:
         raise refuse(collective, need, limit, size)
 
 
-def rounds_for(load: Load, size: int, limit: int | None) -> int:
-    """In how many slices a gather must go to stay below the limit; an error if none is enough."""
+def rounds_for(
+    parts: Sequence[Part], compressor: Compressor, size: int, limit: int | None, frame: int = 0
+) -> int:
+    """In how many slices a gather must go to stay below the limit; an error if none is enough.
+
+    `frame` is the size that frames really have, where that is known.
+    """
+    if limit is None:
+        return 1
+    load = Load.of(parts, compressor).grown(frame)
     rounds = 1
-    while limit is not None and estimate("gather", load, size, rounds).num_bytes > limit:
+    while estimate("gather", load, size, rounds).num_bytes > limit:
         rounds *= 2
         if rounds > MOST_ROUNDS:
             raise refuse("gather", estimate("gather", load, size, MOST_ROUNDS), limit, size)

@@ -8,37 +8,46 @@ y = tw.pipe_recv(shape, src=0, gradient="quantize:8")
 criterion(second(y), target).backward()
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives.point import recv, send
+from thinwire.collectives.handle import Handle, wait_all
+from thinwire.collectives.point import irecv, isend
 from thinwire.collectives.start import Group, Timeout, compressor_of
 from thinwire.compressors import Compressor
 
+_lock = threading.Lock()
+_under_way: list[Handle] = []
+
 
 class _Send(torch.autograd.Function):
+    """The anchor makes backward() run for activations that need no gradient, too."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        anchor: Tensor,
         compressor: Compressor,
         dst: int,
         residual: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:
-        ctx.like, ctx.dst, ctx.options = torch.empty_like(x, device="meta"), dst, options
-        ctx.device = x.device
-        send(x, compressor, dst=dst, residual=residual, **options)
+        ctx.shape, ctx.kind = x.shape, {"dtype": x.dtype, "device": x.device}
+        ctx.dst, ctx.options = dst, options
+        ctx.handle = _start(x, compressor, dst, residual, options)
         return x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = torch.empty(ctx.like.shape, dtype=ctx.like.dtype, device=ctx.device)
-        recv(gradient, src=ctx.dst, **ctx.options)
-        return gradient, None, None, None, None
+        _finish(ctx.handle)
+        gradient = torch.empty(ctx.shape, **ctx.kind)
+        irecv(gradient, src=ctx.dst, **ctx.options).wait()
+        return gradient, torch.zeros(()), None, None, None, None
 
 
 class _Receive(torch.autograd.Function):
@@ -52,15 +61,48 @@ class _Receive(torch.autograd.Function):
         residual: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:
+        ctx.mark_dirty(out)
         ctx.compressor, ctx.src, ctx.residual, ctx.options = compressor, src, residual, options
-        recv(out, src=src, **options)
+        irecv(out, src=src, **options).wait()
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        send(gradient, ctx.compressor, dst=ctx.src, residual=ctx.residual, **ctx.options)
+        _start(gradient, ctx.compressor, ctx.src, ctx.residual, ctx.options)
         return torch.zeros(()), None, None, None, None, None
+
+
+def _start(
+    x: Tensor, compressor: Compressor, to: int, residual: Tensor | None, options: dict[str, Any]
+) -> Handle:
+    """Send a copy in the background: stages that wait for their sends would wait for each other."""
+    handle = isend(x.detach().clone(), compressor, dst=to, residual=residual, **options)
+    with _lock:
+        ended = [each for each in _under_way if each.is_completed()]
+        _under_way[:] = [each for each in _under_way if not each.is_completed()]
+        _under_way.append(handle)
+    wait_all(ended)  # raises the error of an earlier send, if there was one
+    return handle
+
+
+def _finish(handle: Handle) -> None:
+    """Wait for one send; its error is raised here and nowhere else."""
+    with _lock:
+        if handle in _under_way:
+            _under_way.remove(handle)
+    handle.wait()
+
+
+def pipe_wait() -> None:
+    """Return when everything that `pipe_send` and backward passes have sent has arrived.
+
+    Raises the first error among them. For the end of training, and before residuals are read.
+    """
+    with _lock:
+        handles = list(_under_way)
+        _under_way.clear()
+    wait_all(handles)
 
 
 def pipe_send(
@@ -75,6 +117,10 @@ def pipe_send(
 ) -> Tensor:
     """Send activations to the next stage; the gradient comes back in the backward pass.
 
+    The activations are copied and sent in the background, so micro-batches may be in flight in any
+    order that the next stage receives them in. An error shows in the backward pass, in the next
+    send, or in `pipe_wait`.
+
     Args:
         x: the activations.
         compressor: for the way forward; the receiver chooses the one for the way back.
@@ -86,8 +132,9 @@ def pipe_send(
         A scalar zero: ``token.backward()`` waits for the gradient and carries it on through x.
     """
     options = {"group": group, "tag": tag, "timeout": timeout}
+    anchor = torch.zeros((), requires_grad=True)
     apply: Any = _Send.apply
-    token: Tensor = apply(x, compressor_of(compressor), dst, residual, options)
+    token: Tensor = apply(x, anchor, compressor_of(compressor), dst, residual, options)
     return token
 
 

@@ -83,7 +83,7 @@ def isend(
     def job(talk: Talk) -> None:
         handle.account.collective = "send"
         with talk.preparing():
-            work = Work.of([tensor], [residual], compressor, drawn)
+            work = Work.of([tensor], [residual], compressor, drawn, changes=False)
             (part,) = work.parts
             payload = part.draft(compressor)
             message = bundle([payload])
@@ -92,8 +92,7 @@ def isend(
         talk.swap([nothing, message], [0, 0])
         with talk.clock("encode"):
             part.settle(compressor, payload)
-            if residual is not None:
-                work.done()
+            work.done()
 
     return session.begin(handle, _call(tensor), job, span_of(timeout), async_op=True)
 

@@ -22,7 +22,7 @@ from thinwire.collectives.start import (
     describe_key,
     span_of,
 )
-from thinwire.collectives.summable import summable
+from thinwire.collectives.summable import is_dense, summable
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.twoshot import twoshot
 from thinwire.collectives.work import Work
@@ -195,19 +195,15 @@ def _start(
             work = Work.of(
                 tensors, residuals, compressor, drawn, weight_of(operation, session.size)
             )
-            load = Load.of(work.parts, compressor)
-            used = collective
-            if used == "auto":
-                mixed = len({tensor.dtype for tensor in tensors}) > 1
-                used = choose(compressor, load.frame, session.size, mixed)
+            used = _chosen(work, session.size) if collective == "auto" else collective
             if used != "gather":
-                guard(used, load, session.size, limit)
+                guard(_kind(used, work), work.parts, compressor, session.size, limit)
         handle.account.collective = used
         if (call, used) not in noted:
             noted.add((call, used))
             log.info("%s: %s over %d ranks", handle.what, used, session.size)
         if used == "gather":
-            gather(talk, work, load, limit)
+            gather(talk, work, limit)
         elif used == "summable":
             summable(talk, work, getattr(dist.ReduceOp, operation if operation != "AVG" else "SUM"))
         else:
@@ -216,3 +212,13 @@ def _start(
             work.done()
 
     return session.begin(handle, call, job, span, async_op)
+
+
+def _chosen(work: Work, size: int) -> str:
+    mixed = len({part.x.dtype for part in work.parts}) > 1
+    return choose(work.compressor, Load.of(work.parts, work.compressor).frame, size, mixed)
+
+
+def _kind(used: str, work: Work) -> str:
+    """What the memory guard calls it."""
+    return "dense" if used == "summable" and is_dense(work) else used

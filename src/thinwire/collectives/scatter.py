@@ -6,8 +6,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.memory import Load, guard, limit_of
+from thinwire.collectives.memory import guard, limit_of
 from thinwire.collectives.ops import check, op_name, weight_of
 from thinwire.collectives.start import (
     Group,
@@ -79,7 +80,7 @@ def reduce_scatter(
     handle = Handle(output, f"reduce_scatter of {describe_all(inputs)[:80]} with {compressor}")
     if size == 1:
         handle.account.collective = "none"
-        output.detach().copy_(inputs[0].detach().view_as(output))
+        output.detach().copy_(inputs[0].detach().reshape(output.shape))
         handle.end()
         return handle
     drawn = session.key(compressor, key)
@@ -94,10 +95,11 @@ def reduce_scatter(
         handle.account.collective = "reduce_scatter"
         with talk.preparing():
             weight = weight_of(operation, size)
-            work = Work.of(inputs, residuals, compressor, drawn, weight)
-            guard("reduce_scatter", Load.of(work.parts, compressor), size, limit)
+            work = Work.of(inputs, residuals, compressor, drawn, weight, changes=False)
+            guard("reduce_scatter", work.parts, compressor, size, limit)
             shards = _shards(work.parts, size)
-        sent, received, sound = swap_shards(talk, work, shards)
+            finite = _finite(shards[me][0])
+        sent, received, sound = swap_shards(talk, work, shards, finite)
         with talk.clock("decode"):
             (total,) = sum_shards(work, shards[me], received)
             if sound:
@@ -111,6 +113,14 @@ def reduce_scatter(
             work.done()
 
     return session.begin(handle, Call("reduce_scatter", details), job, span, async_op)
+
+
+def _finite(part: Part) -> bool:
+    """Whether x + r is: the own shard is not encoded, so nothing else looks."""
+    if not part.x.is_floating_point():
+        return True
+    x = part.x.to(part.real)
+    return bool(kernels.on(x.device).all_finite(x, part.r))
 
 
 def _as_list(residual: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from thinwire.collectives.channel import place_of
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.memory import Load, guard, limit_of
+from thinwire.collectives.memory import guard, limit_of
 from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.start import (
     Group,
@@ -69,14 +69,17 @@ def all_gather(
         places = [place.detach() for place in outputs]
     if len(places) != size:
         raise ValueError(f"output must be {size} tensors, one for each rank, got {len(places)}")
-    if places[me].numel() != input.numel() or any(p.dtype != input.dtype for p in places):
+    if places[me].numel() != input.numel():
         raise ValueError(
             f"output[{me}] must be like the input, {describe(input)}, got {describe(places[me])}"
         )
+    for i, place in enumerate(places):
+        if place.dtype != input.dtype:
+            raise ValueError(f"output[{i}] must be {input.dtype} too, got {describe(place)}")
     handle = Handle(output, f"all_gather of {describe(input)} with {compressor}")
     if size == 1:
         handle.account.collective = "none"
-        places[0].copy_(input.detach().view_as(places[0]))
+        places[0].copy_(input.detach().reshape(places[0].shape))
         handle.end()
         return handle
     drawn = session.key(compressor, key)
@@ -85,8 +88,8 @@ def all_gather(
     def job(talk: Talk) -> None:
         handle.account.collective = "all_gather"
         with talk.preparing():
-            work = Work.of([input], [residual], compressor, drawn)
-            guard("all_gather", Load.of(work.parts, compressor), size, limit)
+            work = Work.of([input], [residual], compressor, drawn, changes=False)
+            guard("all_gather", work.parts, compressor, size, limit)
             (part,) = work.parts
             payload = part.draft(compressor)
             message = bundle([payload])
@@ -155,7 +158,7 @@ def broadcast(
         with talk.preparing():
             work = Work.of([tensor], [residual if source else None], compressor, drawn)
             (part,) = work.parts
-            guard("broadcast", Load.of(work.parts, compressor), session.size, limit)
+            guard("broadcast", work.parts, compressor, session.size, limit)
             if source:
                 payload = part.draft(compressor)
                 message = bundle([payload])

@@ -25,7 +25,7 @@ from thinwire.wire.code import Start
 
 
 def summable(talk: Talk, work: Work, op: Any = dist.ReduceOp.SUM) -> None:
-    if work.compressor.lossless and all(part.r is None for part in work.parts):
+    if is_dense(work):
         dense(talk, work, op)
         return
     compressor = work.compressor
@@ -53,6 +53,11 @@ def summable(talk: Talk, work: Work, op: Any = dist.ReduceOp.SUM) -> None:
             grown = work.weight / (shrink if values.dtype == torch.float16 else 1.0)
             result = dataclasses.replace(payload, sections=(total,), known=None)
             result.add_to(part.x, grown, Start(fresh=True))
+
+
+def is_dense(work: Work) -> bool:
+    """Whether the tensors themselves are what travels."""
+    return work.compressor.lossless and all(part.r is None for part in work.parts)
 
 
 def dense(talk: Talk, work: Work, op: Any) -> None:

@@ -60,9 +60,12 @@ def twoshot(talk: Talk, work: Work) -> None:
 
 
 def swap_shards(
-    talk: Talk, work: Work, shards: list[list[Part]]
+    talk: Talk, work: Work, shards: list[list[Part]], finite: bool = True
 ) -> tuple[list[list[Payload]], list[Tensor], bool]:
-    """Step 1: the payloads sent, the messages received from the others, whether all is finite."""
+    """Step 1: the payloads sent, the messages received from the others, whether all is finite.
+
+    `finite` is what this rank says of its own shard.
+    """
     compressor, me = work.compressor, talk.members.index
     with talk.preparing():
         payloads = [
@@ -71,7 +74,7 @@ def swap_shards(
         ]
         nothing = torch.empty(0, dtype=torch.uint8, device=talk.device)
         messages = [bundle(each) if each else nothing for each in payloads]
-        bad = any(p.non_finite for each in payloads for p in each)
+        bad = not finite or any(p.non_finite for each in payloads for p in each)
     said = talk.meet([bad], [m.numel() for m in messages])
     received = talk.swap(messages, [one.words[me] for one in said])
     others = [message for j, message in enumerate(received) if j != me]

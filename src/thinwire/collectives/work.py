@@ -68,11 +68,19 @@ class Work:
         compressor: Compressor,
         key: Key,
         weight: float = 1.0,
+        *,
+        changes: bool = True,
     ) -> "Work":
+        """Flatten tensors and residuals; what is not contiguous is worked on in a copy.
+
+        Args:
+            changes: whether the result goes into the tensors; they are only read otherwise.
+        """
         parts, finish = [], []
         for i, (tensor, residual) in enumerate(zip(tensors, residuals, strict=True)):
             x, done = flat_view(tensor)
-            finish.append(done)
+            if changes:
+                finish.append(done)
             r = None
             if residual is not None:
                 r, done = flat_view(residual)

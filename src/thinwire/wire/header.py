@@ -72,9 +72,9 @@ def read_header(data: bytes, max_numel: int) -> Header:
         raise FrameError(f"{dimensions} dimensions")
     reader = Reader(data, FIXED)
     shape = [reader.varint() for _ in range(dimensions)]
-    # Empty dimensions must not hide absurd ones beside them.
+    # Empty dimensions must not hide absurd ones beside them; a limit of nothing allows nothing.
     claimed = math.prod(size or 1 for size in shape)
-    if claimed > max_numel:
+    if claimed > max(max_numel, 1) or math.prod(shape) > max_numel:
         raise FrameError(
             f"the frame claims {claimed} elements, the limit is {max_numel} (max_numel=)"
         )

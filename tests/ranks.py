@@ -1,0 +1,242 @@
+"""Real ranks for tests: processes on this machine that form gloo groups over loopback.
+
+`run` uses four workers that live as long as the test session; every task forms a new process group
+of two to four of them. `Ranks` starts processes for one test, which may kill or stall them. Both
+fork from one server that has torch and the kernels loaded, so that a process costs milliseconds.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+PATIENCE = 120.0  # seconds for a task: a worker may be compiling kernels for the first time
+GRACE = 5.0  # seconds that the others get after one has failed: they wait for it in vain
+ZYGOTE = "THINWIRE_TEST_ZYGOTE"  # set while the server starts
+PR_SET_PDEATHSIG = 1
+
+
+class Task(NamedTuple):
+    """A function of a module, to be called by one rank of a group."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    size: int
+    store: str  # the path of a FileStore, or host:port of a TCPStore
+
+
+class Outcome(NamedTuple):
+    """How a rank's task ended."""
+
+    value: Any = None
+    error: str = ""  # a traceback
+    dead: bool = False  # the process is gone, or did not answer
+
+
+class Ranks:
+    """So many processes, killed at the latest when the block ends."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks")
+        self._tasks = 0
+        context = _server()
+        self.processes, self._pipes = [], []
+        for _ in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self._pipes.append(here)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            process.join()
+            pipe.close()
+        self._directory.cleanup()
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: int = 0,
+        first: int = 0,
+        store: str = "",
+    ) -> None:
+        """Let `ranks` of the processes call a function as one process group.
+
+        They are its last ranks, from `first` on; those before come from elsewhere.
+        """
+        self._tasks += 1
+        count = ranks or self.size
+        store = store or f"{self._directory.name}/{self._tasks}"
+        for i, pipe in enumerate(self._pipes[:count]):
+            task = Task(function, args, first + i, first + count, store)
+            pipe.send_bytes(pickle.dumps(task))
+
+    def outcomes(
+        self, ranks: int = 0, seconds: float = PATIENCE, dying: Sequence[int] = ()
+    ) -> list[Outcome]:
+        """How the task ended on each rank; those that do not answer in time are `dead`."""
+        pipes = self._pipes[: ranks or self.size]
+        awaited = [pipe for i, pipe in enumerate(pipes) if i not in dying]
+        found: dict[Any, Outcome] = {}
+        end = time.monotonic() + seconds
+        while len(found) < len(awaited) and time.monotonic() < end:
+            missing = [pipe for pipe in awaited if pipe not in found]
+            for pipe in multiprocessing.connection.wait(missing, timeout=end - time.monotonic()):
+                found[pipe] = _receive(pipe)
+                if found[pipe].error:
+                    end = min(end, time.monotonic() + GRACE)
+        late = Outcome(error=f"no answer within {seconds:g} s", dead=True)
+        return [found.get(pipe, late) for pipe in pipes]
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: int = 0,
+        seconds: float = PATIENCE,
+        store: str = "",
+        dying: Sequence[int] = (),
+    ) -> list[Any]:
+        """What the function returned on each rank; the test fails with the tracebacks if it raised.
+
+        Ranks that are `dying` may do as they like: nobody waits for them, and they give None.
+        """
+        self.start(function, *args, ranks=ranks, store=store)
+        outcomes = self.outcomes(ranks, seconds, dying)
+        failed = [i for i, o in enumerate(outcomes) if o.error and i not in dying]
+        if failed:
+            texts = [f"rank {i} of {len(outcomes)}:\n{outcomes[i].error}" for i in failed]
+            pytest.fail("\n".join(texts), pytrace=False)
+        return [outcome.value for outcome in outcomes]
+
+
+def run(
+    function: Callable[..., Any], *args: Any, ranks: int = 4, seconds: float = PATIENCE
+) -> list[Any]:
+    """Call a module's function on workers of the pool as one process group, rank by rank."""
+    pool = _pool()
+    done = False
+    try:
+        values = pool.run(function, *args, ranks=ranks, seconds=seconds)
+        done = True
+        return values
+    finally:
+        if not done:  # a worker may be stuck, or an answer may still come: start anew
+            pool.close()
+            _pool.cache_clear()
+
+
+@functools.cache
+def _pool() -> Ranks:
+    pool = Ranks(4)
+    atexit.register(pool.close)
+    return pool
+
+
+@functools.cache
+def _server() -> Any:
+    """The process from which all others fork; it cannot see sys.path, only the environment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ranks"])
+    here = str(Path(__file__).parent)
+    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        patch.setenv(ZYGOTE, "1")
+        # Children inherit the environment, which THINWIRE_MAX_BYTES is part of.
+        patch.delenv("THINWIRE_MAX_BYTES", raising=False)
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _receive(pipe: Any) -> Outcome:
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except (EOFError, OSError):
+        return Outcome(error="the process died", dead=True)
+
+
+def _serve(pipe: Any) -> None:
+    """Tasks until the pipe closes; a parent that dies takes this process along."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError):
+        while True:
+            task = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(pickle.dumps(_carry_out(task)))
+
+
+def _carry_out(task: Task) -> Outcome:
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=_store(task),
+            rank=task.rank,
+            world_size=task.size,
+            timeout=timedelta(seconds=PATIENCE),
+        )
+        return Outcome(task.function(*task.args))
+    except BaseException:
+        return Outcome(error=traceback.format_exc())
+    finally:
+        torch.set_num_threads(1)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _store(task: Task) -> Any:
+    host, colon, port = task.store.partition(":")
+    if not colon:
+        return dist.FileStore(task.store, task.size)
+    return dist.TCPStore(host, int(port), task.size, is_master=task.rank == 0)
+
+
+def _warm() -> None:
+    """Load, or compile, every kernel that the rows use: forked processes have them then."""
+    torch.set_num_threads(1)
+    importlib.import_module("tensors")  # the tests will want it
+    from rows import ROWS
+
+    import thinwire as tw
+
+    for row in ROWS:
+        for dtype in (torch.float32, torch.float64):
+            c, x = row.compressor, torch.linspace(-3, 3, 2000, dtype=dtype)
+            for r in [None, torch.zeros_like(x)] if row.residual else [None]:
+                payload = tw.unpack(tw.pack(c.encode(x, residual=r, key=tw.Key())))
+                c.accumulate([payload, payload], torch.zeros_like(x))
+                c.decode(payload)
+
+
+if os.environ.pop(ZYGOTE, None):
+    _warm()
