@@ -33,12 +33,14 @@ class _Ready(NamedTuple):
     said: list[Said]  # length, non-finite, rounds, limit
 
 
-def gather(talk: Talk, work: Work, limit: int | None) -> None:
+def gather(talk: Talk, work: Work) -> None:
     with talk.preparing():
-        rounds = rounds_for(work.parts, work.compressor, talk.members.size, limit)
-    ready = _announce(talk, work, 0, rounds, limit)
-    agreed = _agree(talk, work, ready.said, limit)
-    if any(one.numbers[2] != agreed for one in ready.said):
+        rounds = rounds_for(work, talk.members.size)
+    ready = _announce(talk, work, 0, rounds, work.limit)
+    said = ready.said
+    agreed = _agree(talk, work, said)
+    if any(one.numbers[2] != agreed for one in said):
+        del ready  # what did not fit
         rounds = agreed
         ready = _announce(talk, work, 0, rounds, None)
     if rounds == 1 and all(part.real == part.x.dtype for part in work.parts):
@@ -57,13 +59,13 @@ def _announce(talk: Talk, work: Work, turn: int, rounds: int, limit: int | None)
     return _Ready(parts, payloads, message, said)
 
 
-def _agree(talk: Talk, work: Work, said: list[Said], limit: int | None) -> int:
+def _agree(talk: Talk, work: Work, said: list[Said]) -> int:
     """The number of rounds that satisfies everybody, now that real lengths are known."""
     wanted = [one.numbers[2] for one in said]
     if any(one.numbers[3] for one in said):
         with talk.preparing():
             frame = max(one.numbers[0] * one.numbers[2] for one in said)
-            mine = rounds_for(work.parts, work.compressor, talk.members.size, limit, frame)
+            mine = rounds_for(work, talk.members.size, frame)
         wanted += [one.numbers[0] for one in talk.meet([mine])]
     return max(wanted)
 

@@ -80,19 +80,22 @@ class Handle:
     def get_future(self) -> "torch.futures.Future[Any]":
         """A torch future that holds the tensor (the list of tensors), or the error."""
         with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._ended.is_set():
-                    self._fulfil(self._future)
-            return self._future
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+            ended = self._ended.is_set()
+        if ended:
+            self._fulfil(future)
+        return future
 
     def end(self, error: BaseException | None = None) -> None:
         """Called once, by whoever carries out the exchange."""
         with self._lock:
             self._error = error
             self._ended.set()
-            if self._future is not None:
-                self._fulfil(self._future)
+            future = self._future
+        if future is not None:
+            self._fulfil(future)  # runs callbacks, which may ask this handle
 
     def _fulfil(self, future: "torch.futures.Future[Any]") -> None:
         if self._error is None:

@@ -7,7 +7,7 @@ numbers; what really was encoded is checked again before it is sent.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.collectives.work import Part
+from thinwire.collectives.work import Part, Work
 from thinwire.compressors import Compressor
 from thinwire.errors import MemoryLimitError
 from thinwire.kernels import Key
 from thinwire.wire import Payload, pack, unpack
 
 SAMPLE = 1 << 16
+CANDIDATE = 8  # bytes of an element that may be chosen: position and value
 MOST_ROUNDS = 1 << 12
 VARIABLE = "THINWIRE_MAX_BYTES"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -33,6 +34,7 @@ class Weight(NamedTuple):
     frame: float  # of the payload as it travels
     opened: float  # of what a reader decodes before adding (positions, unzipped sections)
     draft: float  # of what an encoder holds besides the frame
+    choice: float  # of what choosing elements takes for a moment
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ class Load(NamedTuple):
     frame: float
     opened: float
     draft: float
+    choice: float  # position and value of the elements that a sparsifier chooses
+    passing: float  # what encoding takes for a moment, float32 copies of half precision included
     sums: float  # in the type that sums are formed in
-    widened: float  # float32 copies that encoding half-precision tensors takes for a moment
     dense: float  # as they are
     converted: bool  # sums are not formed in the tensors themselves
 
@@ -80,12 +83,15 @@ class Load(NamedTuple):
         """The same for payloads that turned out larger than expected."""
         factor = max(1.0, frame / self.frame)
         return self._replace(
-            frame=self.frame * factor, opened=self.opened * factor, draft=self.draft * factor
+            frame=self.frame * factor,
+            opened=self.opened * factor,
+            draft=self.draft * factor,
+            choice=self.choice * factor,
         )
 
     @classmethod
     def of(cls, parts: Sequence[Part], compressor: Compressor) -> "Load":
-        frame = opened = draft = sums = widened = dense = 0.0
+        frame = opened = draft = choice = passing = sums = dense = 0.0
         converted = False
         for part in parts:
             n = part.x.numel()
@@ -93,76 +99,155 @@ class Load(NamedTuple):
             frame += n * weight.frame + 64
             opened += n * weight.opened
             draft += n * weight.draft
+            choice += n * weight.choice
             sums += n * part.real.itemsize
             dense += n * part.x.dtype.itemsize
-            if part.real != part.x.dtype:
-                widened = max(widened, n * part.real.itemsize)
-                converted = True
-        return cls(frame, opened, draft, sums, widened, dense, converted)
+            halved = part.real != part.x.dtype
+            converted = converted or halved
+            passing = max(passing, n * (weight.choice + halved * part.real.itemsize))
+        return cls(frame, opened, draft, choice, passing, sums, dense, converted)
 
 
 def estimate(collective: str, load: Load, size: int, rounds: int = 1) -> Estimate:
-    """Peak extra bytes of an exchange among `size` ranks."""
-    frame, opened, draft = load.frame, load.opened, load.draft
-    others = (size - 1) / size
-    items: dict[str, float]
-    if collective == "gather":
-        apart = load.converted or rounds > 1
-        items = {
-            "own payload": draft,
-            f"{size} frames": size * frame / rounds,
-            "frame to send or opened frames": max(frame, size * opened) / rounds,
-            "sums": load.sums if apart else 0,
-        }
-    elif collective == "summable":
-        items = {"own payload": draft, "sum": frame}
-    elif collective == "dense":
-        items = {"copy": load.dense}
-    elif collective == "all_gather":
-        items = {
-            "own payload": draft,
-            f"{size} frames": size * frame,
-            "frame to send or opened frames": max(frame, size * opened),
-        }
-    elif collective == "broadcast":
-        items = {"own payload": draft, "frame": frame, "opened frame": opened}
-    else:
-        shard = load.sums / size
-        first = 3 * others * frame
-        reduce = others * (frame + opened) + shard
-        second = 2 * shard + (draft + frame) / size + frame + opened
-        peak = max(first, reduce, 0 if collective == "reduce_scatter" else second)
-        items = {"own payloads": draft, "frames and sums": peak}
-    items["widened copy"] = max(0.0, load.widened - sum(items.values()) + draft)
-    return Estimate(tuple((name, int(value)) for name, value in items.items()))
+    """Peak extra bytes of an exchange among `size` ranks: those of its largest phase."""
+    phases = _PHASES[collective](load, size, rounds)
+    largest = max(phases, key=lambda phase: sum(phase.values()))
+    return Estimate(tuple((name, int(value)) for name, value in largest.items()))
 
 
-def guard(
-    collective: str, parts: Sequence[Part], compressor: Compressor, size: int, limit: int | None
-) -> None:
+Phase = dict[str, float]
+
+
+def _gathering(frame: float, size: int) -> Phase:
+    """Of an all-gather: gloo collects what arrives in memory of its own and copies it."""
+    return {"message": frame, "padded": frame, f"{size} frames, twice": 2 * size * frame}
+
+
+def _gather(load: Load, size: int, rounds: int) -> list[Phase]:
+    frame, opened = load.frame / rounds, load.opened / rounds
+    own = {"own payload": load.draft}
+    apart = load.converted or rounds > 1
+    sums = {"sums": load.sums if apart else 0}
+    before = sums if rounds > 1 else {}
+    received = {f"{size} frames": size * frame, "opened": size * opened}
+    return [
+        own | {"encoding": load.passing / rounds} | before,
+        own | _gathering(frame, size) | before,
+        own | received | sums,
+    ]
+
+
+def _summable(load: Load, size: int, rounds: int) -> list[Phase]:
+    own = {"own payload": load.draft}
+    # Positions that are drawn again take as much once more while they are sorted.
+    result = {"sum": load.frame, "opened": 2 * load.opened}
+    values = {"values": load.sums if load.converted else 0}
+    return [own | {"encoding": load.passing}, own | result | values]
+
+
+def _dense(load: Load, size: int, rounds: int) -> list[Phase]:
+    return [{"copy": load.dense}]
+
+
+def _all_gather(load: Load, size: int, rounds: int) -> list[Phase]:
+    own = {"own payload": load.draft}
+    received = {f"{size} frames": size * load.frame, "opened": size * load.opened}
+    return [own | {"encoding": load.passing}, own | _gathering(load.frame, size), own | received]
+
+
+def _broadcast(load: Load, size: int, rounds: int) -> list[Phase]:
+    frames = {"frame": load.frame, "opened": load.opened}
+    return [{"own payload": load.draft} | frames | {"encoding": load.passing}]
+
+
+def _scatter(load: Load, size: int, rounds: int) -> list[Phase]:
+    share = (size - 1) / size
+    own = {"own payloads": share * load.draft}
+    messages = {"messages, padded, joined": 3 * share * load.frame}
+    received = {"received": share * load.frame}
+    shard = {"opened": share * load.opened, "sum of the own shard": load.sums / size}
+    return [
+        own | {"encoding": load.passing / size},
+        own | messages | received,
+        own | received | shard,
+    ]
+
+
+def _twoshot(load: Load, size: int, rounds: int) -> list[Phase]:
+    own = {"own payloads": (size - 1) / size * load.draft}
+    own |= {"sum of the own shard": load.sums / size}
+    second = {"its payload": load.draft / size}
+    frames = {f"{size} frames": load.frame, "opened": load.opened}
+    zeros = {"zeros": load.sums / size, "scaled": load.dense / size}
+    return [
+        *_scatter(load, size, rounds),
+        own | second | zeros | {"encoding": load.passing / size},
+        own | second | _gathering(load.frame / size, size),
+        own | second | frames,
+    ]
+
+
+def _sparse(load: Load, size: int, rounds: int) -> list[Phase]:
+    share, chosen = (size - 1) / size, {"chosen": 1.5 * load.choice}
+    sent = {"own payloads": share * load.frame}
+    messages = {"messages, padded, joined": 3 * share * load.frame}
+    received = {"received": share * load.frame}
+    shard = {"sums of the own region": load.sums / size}
+    opened = {"opened": share * load.opened, "choosing": 2 * load.choice / size}
+    kept = {"its payload": load.draft / size}
+    return [
+        {"chosen": load.choice, "encoding": load.passing},
+        chosen | sent | messages | received,
+        chosen | sent | received | shard | opened,
+        chosen | sent | shard | kept | _gathering(load.frame / size, size),
+    ]
+
+
+_PHASES: dict[str, Callable[[Load, int, int], list[Phase]]] = {
+    "gather": _gather,
+    "summable": _summable,
+    "dense": _dense,
+    "all_gather": _all_gather,
+    "broadcast": _broadcast,
+    "reduce_scatter": _scatter,
+    "twoshot": _twoshot,
+    "sparse": _sparse,
+}
+
+
+def guard(collective: str, work: Work, size: int) -> None:
     """Refuse an exchange that would take more than the limit."""
-    if limit is None:
-        return
-    need = estimate(collective, Load.of(parts, compressor), size)
+    if work.limit is not None:
+        _check(collective, Load.of(work.parts, work.compressor), size, work.limit)
+
+
+def check_real(collective: str, work: Work, messages: Sequence[Tensor], size: int) -> None:
+    """The same for messages to all others, now that they are there."""
+    if work.limit is not None:
+        frame = sum(message.numel() for message in messages) * size / (size - 1)
+        load = Load.of(work.parts, work.compressor).grown(frame)
+        _check(collective, load, size, work.limit)
+
+
+def _check(collective: str, load: Load, size: int, limit: int) -> None:
+    need = estimate(collective, load, size)
     if need.num_bytes > limit:
         raise refuse(collective, need, limit, size)
 
 
-def rounds_for(
-    parts: Sequence[Part], compressor: Compressor, size: int, limit: int | None, frame: int = 0
-) -> int:
+def rounds_for(work: Work, size: int, frame: int = 0) -> int:
     """In how many slices a gather must go to stay below the limit; an error if none is enough.
 
     `frame` is the size that frames really have, where that is known.
     """
-    if limit is None:
+    if work.limit is None:
         return 1
-    load = Load.of(parts, compressor).grown(frame)
+    load = Load.of(work.parts, work.compressor).grown(frame)
     rounds = 1
-    while estimate("gather", load, size, rounds).num_bytes > limit:
+    while estimate("gather", load, size, rounds).num_bytes > work.limit:
         rounds *= 2
         if rounds > MOST_ROUNDS:
-            raise refuse("gather", estimate("gather", load, size, MOST_ROUNDS), limit, size)
+            raise refuse("gather", estimate("gather", load, size, MOST_ROUNDS), work.limit, size)
     return rounds
 
 
@@ -179,16 +264,20 @@ def refuse(collective: str, need: Estimate, limit: int, size: int) -> MemoryLimi
 def weigh(compressor: Compressor, dtype: torch.dtype, residual: bool) -> Weight:
     """Bytes an element, measured on a sample."""
     if not dtype.is_floating_point:
-        return Weight(dtype.itemsize, 0, dtype.itemsize)
+        return Weight(dtype.itemsize, 0, dtype.itemsize, 0)
     sample = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)).to(dtype)
     room = torch.zeros(SAMPLE, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     payload = compressor.draft(sample, residual=room if residual else None, key=Key())
     frame = pack(payload)
     received = unpack(frame)
+    picked = payload.picked()
+    count = 0 if picked is None else picked[0].numel()
+    widened = count * 4 if dtype.itemsize == 2 else 0  # values, when they are added
     return Weight(
         frame.numel() / SAMPLE,
-        _extra(received.opened, received) / SAMPLE,
+        (_extra(received.opened, received) + widened) / SAMPLE,
         (_held(payload) + _extra(payload.known, payload)) / SAMPLE,
+        CANDIDATE * count / SAMPLE,
     )
 
 

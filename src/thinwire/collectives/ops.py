@@ -19,7 +19,7 @@ def op_name(op: Any) -> str:
         if name in NAMES:
             return name
         raise ValueError(f"op must be one of {', '.join(NAMES).lower()}, got {op!r}")
-    for name in NAMES:
+    for name in NAMES if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType) else ():
         if op == getattr(dist.ReduceOp, name):
             return name
     raise ValueError(f"op must be a torch.distributed.ReduceOp or its name, got {op!r}")

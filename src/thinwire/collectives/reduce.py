@@ -20,6 +20,7 @@ from thinwire.collectives.start import (
     compressor_of,
     describe_all,
     describe_key,
+    describe_residuals,
     span_of,
 )
 from thinwire.collectives.summable import is_dense, summable
@@ -185,6 +186,7 @@ def _start(
             ("compressor", str(compressor)),
             ("op", operation),
             ("collective", collective),
+            ("residual", describe_residuals(residuals)),
             *describe_key(compressor, drawn),
         ),
     )
@@ -192,18 +194,17 @@ def _start(
 
     def job(talk: Talk) -> None:
         with talk.preparing():
-            work = Work.of(
-                tensors, residuals, compressor, drawn, weight_of(operation, session.size)
-            )
+            weight = weight_of(operation, session.size)
+            work = Work.of(tensors, residuals, compressor, drawn, weight, limit=limit)
             used = _chosen(work, session.size) if collective == "auto" else collective
             if used != "gather":
-                guard(_kind(used, work), work.parts, compressor, session.size, limit)
+                guard(_kind(used, work), work, session.size)
         handle.account.collective = used
-        if (call, used) not in noted:
-            noted.add((call, used))
+        if (handle.what, used) not in noted:
+            noted.add((handle.what, used))
             log.info("%s: %s over %d ranks", handle.what, used, session.size)
         if used == "gather":
-            gather(talk, work, limit)
+            gather(talk, work)
         elif used == "summable":
             summable(talk, work, getattr(dist.ReduceOp, operation if operation != "AVG" else "SUM"))
         else:

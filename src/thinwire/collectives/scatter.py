@@ -17,6 +17,7 @@ from thinwire.collectives.start import (
     compressor_of,
     describe_all,
     describe_key,
+    describe_residuals,
     span_of,
 )
 from thinwire.collectives.talk import Call, Talk
@@ -88,6 +89,7 @@ def reduce_scatter(
         ("input", describe_all(inputs)),
         ("compressor", str(compressor)),
         ("op", operation),
+        ("residual", describe_residuals(residuals)),
         *describe_key(compressor, drawn),
     )
 
@@ -95,8 +97,8 @@ def reduce_scatter(
         handle.account.collective = "reduce_scatter"
         with talk.preparing():
             weight = weight_of(operation, size)
-            work = Work.of(inputs, residuals, compressor, drawn, weight, changes=False)
-            guard("reduce_scatter", work.parts, compressor, size, limit)
+            work = Work.of(inputs, residuals, compressor, drawn, weight, changes=False, limit=limit)
+            guard("reduce_scatter", work, size)
             shards = _shards(work.parts, size)
             finite = _finite(shards[me][0])
         sent, received, sound = swap_shards(talk, work, shards, finite)

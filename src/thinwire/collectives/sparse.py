@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.collectives.memory import check_real
 from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.talk import Talk
 from thinwire.collectives.work import Part, Work
+from thinwire.compressors.base import add_narrower
 from thinwire.kernels import Key
 from thinwire.wire import Payload
 from thinwire.wire.code import Extent
@@ -54,7 +56,8 @@ class _Regions:
     """The tensor divided by `edges` into one region for each member."""
 
     def __init__(self, talk: Talk, work: Work, part: Part, edges: list[int]) -> None:
-        self.talk, self.compressor, self.weight = talk, work.compressor, work.weight
+        self.talk, self.work = talk, work
+        self.compressor, self.weight = work.compressor, work.weight
         self.part, self.edges = part, edges
         self.me = talk.members.index
         self.extents = [Extent(part.x.dtype, hi - lo) for lo, hi in pairwise(edges)]
@@ -69,6 +72,7 @@ class _Regions:
                 for j, (piece, extent) in enumerate(zip(pieces, self.extents, strict=True))
             ]
             messages = [nothing if p is None else bundle([p]) for p in sent]
+            check_real("sparse", self.work, messages, talk.members.size)
         said = talk.meet([], [m.numel() for m in messages])
         received = talk.swap(messages, [one.words[me] for one in said])
         del messages
@@ -132,7 +136,7 @@ class _Regions:
         r = self.part.r
         if r is None:
             return
-        r.add_(self.part.x)
+        add_narrower(r, self.part.x)
         for payload, (lo, hi) in zip(sent, pairwise(self.edges), strict=True):
             if payload is not None:
                 payload.add_to(r[lo:hi], -1.0)

@@ -88,8 +88,8 @@ def all_gather(
     def job(talk: Talk) -> None:
         handle.account.collective = "all_gather"
         with talk.preparing():
-            work = Work.of([input], [residual], compressor, drawn, changes=False)
-            guard("all_gather", work.parts, compressor, size, limit)
+            work = Work.of([input], [residual], compressor, drawn, changes=False, limit=limit)
+            guard("all_gather", work, size)
             (part,) = work.parts
             payload = part.draft(compressor)
             message = bundle([payload])
@@ -156,9 +156,10 @@ def broadcast(
         source = session.rank == root
         message = None
         with talk.preparing():
-            work = Work.of([tensor], [residual if source else None], compressor, drawn)
+            mine = [residual if source else None]
+            work = Work.of([tensor], mine, compressor, drawn, limit=limit)
             (part,) = work.parts
-            guard("broadcast", work.parts, compressor, session.size, limit)
+            guard("broadcast", work, session.size)
             if source:
                 payload = part.draft(compressor)
                 message = bundle([payload])

@@ -16,6 +16,7 @@ from thinwire.compressors import Compressor, parse
 from thinwire.kernels import Key
 
 Group = Any  # torch.distributed.ProcessGroup, or None for the default one
+LONGEST = 1e9  # seconds; gloo counts in 64-bit nanoseconds
 Timeout = float | timedelta | None
 
 
@@ -28,6 +29,7 @@ class Session:
         self.group = process_group(group)
         self.size = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
+        self._who = dist.get_rank()
         devices = {tensor.device for tensor in tensors}
         if len(devices) != 1:
             found = ", ".join(sorted(map(str, devices))) or "none"
@@ -63,7 +65,7 @@ class Session:
             try:
                 job(Talk(link, limit, call, handle.account, self.device))
             except Exception as error:
-                error.add_note(f"in {handle!r} on rank {dist.get_rank()}")
+                error.add_note(f"in {handle!r} on rank {self._who}")
                 raise
             if ready is not None:
                 torch.cuda.current_stream(self.device).synchronize()
@@ -83,7 +85,8 @@ def span_of(timeout: Timeout) -> timedelta | None:
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds < LONGEST:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     return timedelta(seconds=seconds)
 
@@ -105,6 +108,14 @@ def describe(tensor: Tensor) -> str:
 
 def describe_all(tensors: Sequence[Tensor]) -> str:
     return ", ".join(map(describe, tensors))
+
+
+def describe_residuals(residuals: Sequence[Tensor | None]) -> str:
+    """Which tensors have one: with and without, compressors may send different things."""
+    given = [residual is not None for residual in residuals]
+    if len(set(given)) == 1:
+        return "given" if given[0] else "none"
+    return " ".join("given" if each else "none" for each in given)
 
 
 def describe_key(compressor: Compressor, key: Key) -> tuple[tuple[str, str], ...]:

@@ -17,6 +17,7 @@ payloads leave each rank.
 import torch
 from torch import Tensor
 
+from thinwire.collectives.memory import check_real
 from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.talk import Talk
 from thinwire.collectives.work import Part, Work, share
@@ -35,7 +36,7 @@ def twoshot(talk: Talk, work: Work) -> None:
         del received
         means = [_narrowed(total, weight, p) for total, p in zip(sums, shards[me], strict=True)]
         second = [
-            compressor.draft(mean, key=part.key.derive(size))
+            compressor.draft(mean, residual=_nothing(mean, part), key=part.key.derive(size))
             for mean, part in zip(means, shards[me], strict=True)
         ]
         message = bundle(second)
@@ -74,6 +75,7 @@ def swap_shards(
         ]
         nothing = torch.empty(0, dtype=torch.uint8, device=talk.device)
         messages = [bundle(each) if each else nothing for each in payloads]
+        check_real("twoshot", work, messages, len(shards))
         bad = not finite or any(p.non_finite for each in payloads for p in each)
     said = talk.meet([bad], [m.numel() for m in messages])
     received = talk.swap(messages, [one.words[me] for one in said])
@@ -112,3 +114,10 @@ def _narrowed(total: Tensor, weight: float, part: Part) -> Tensor:
     """weight * total in the tensor's own type: that decides how wide values travel."""
     scaled = total if weight == 1 else total * weight
     return scaled.to(part.x.dtype)
+
+
+def _nothing(mean: Tensor, part: Part) -> Tensor | None:
+    """A zero residual where there is one: RandomK scales what it sends unless it is remembered."""
+    if part.r is None:
+        return None
+    return torch.zeros(mean.numel(), dtype=part.r.dtype, device=mean.device)

@@ -53,12 +53,14 @@ class Work:
         compressor: for all of them.
         weight: what the sum is multiplied with, 1 / members for an average.
         finish: writes flat copies back where tensors are not contiguous.
+        limit: most extra bytes that the call may take.
     """
 
     parts: list[Part]
     compressor: Compressor
     weight: float
     finish: list[Callable[[], object]]
+    limit: int | None = None
 
     @classmethod
     def of(
@@ -70,6 +72,7 @@ class Work:
         weight: float = 1.0,
         *,
         changes: bool = True,
+        limit: int | None = None,
     ) -> "Work":
         """Flatten tensors and residuals; what is not contiguous is worked on in a copy.
 
@@ -86,7 +89,7 @@ class Work:
                 r, done = flat_view(residual)
                 finish.append(done)
             parts.append(Part(x, r, key if i == 0 else key.derive(i)))
-        return cls(parts, compressor, weight, finish)
+        return cls(parts, compressor, weight, finish, limit)
 
     def done(self) -> None:
         """Write back what was worked on in copies."""

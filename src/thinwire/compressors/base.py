@@ -25,6 +25,7 @@ from thinwire.errors import ThinwireWarning
 from thinwire.kernels import Key
 from thinwire.wire.code import Code, Extent, Start
 from thinwire.wire.codes import NonFinite, Raw
+from thinwire.wire.codes.raw import PIECE
 from thinwire.wire.header import DTYPES
 from thinwire.wire.payload import Payload, add_all, flat_view, flattened
 
@@ -184,7 +185,10 @@ class Compressor(ABC):
     ) -> Payload:
         """The second half: a flat payload of these values at these positions, and no others."""
         key = DEFAULT_KEY if key is None else key.checked()
-        encoded = self.encode_chosen(positions, values, extent, key)
+        if extent.numel:
+            encoded = self.encode_chosen(positions, values, extent, key)
+        else:
+            encoded = _nothing(values.to(extent.dtype))
         shape = torch.Size([extent.numel])
         return self._payload(encoded, extent.dtype, shape, values.device, encoded is None)
 
@@ -202,7 +206,7 @@ class Compressor(ABC):
         if values.dtype == flat.dtype:
             payload.add_to(flat, -1.0, Start(plus=values))
         else:
-            flat.add_(values)
+            add_narrower(flat, values)
             payload.add_to(flat, -1.0)
         done()
 
@@ -290,6 +294,12 @@ def _widen(flat: Tensor) -> Tensor:
 
 def _nothing(flat: Tensor) -> Encoded:
     return Encoded(Raw(), (flat.clone(),))
+
+
+def add_narrower(out: Tensor, values: Tensor) -> None:
+    """out += values, piece by piece: torch widens the whole of a narrower operand first."""
+    for lo in range(0, out.numel(), PIECE):
+        out[lo : lo + PIECE].add_(values[lo : lo + PIECE])
 
 
 def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
