@@ -91,7 +91,8 @@ class Channel:
                 self._carry_out(*item)
             del item  # the job holds tensors
         self._refuse_rest()
-        self._link = None
+        if self._link is not None:
+            self._link.close(farewell=True)
         _running.discard(self)
 
     def _carry_out(self, handle: Handle, job: Job, timeout: timedelta) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.watch import Watch
 from thinwire.errors import PeerError
 
 c10d: Any = dist.distributed_c10d  # options of single calls are not part of the typed interface
@@ -67,6 +68,7 @@ class Link:
         self._stopped = stopped
         self._room: Tensor | None = None
         self._waits_in_steps = members.backend == "gloo"
+        self._watch: Watch | None = None
         try:
             self._group: Any = self._connect(limit)
         except RuntimeError as error:
@@ -132,9 +134,12 @@ class Link:
     def closed(self) -> bool:
         return self._group is None
 
-    def close(self) -> None:
+    def close(self, farewell: bool = False) -> None:
         """Close the connections: whoever waits for this rank learns of it at once."""
         self._group = None
+        if self._watch is not None:
+            self._watch.close(farewell)
+            self._watch = None
 
     def _count(self, sent: int, received: int) -> None:
         self.bytes_sent += sent
@@ -142,16 +147,25 @@ class Link:
         self.bytes_received += received
 
     def _finish(self, work: Any, limit: timedelta) -> None:
+        lost = None
         try:
             while not self._done(work):
                 if self._stopped():
                     self._abandon()
                     raise GivenUpError
+                if self._watch is not None and self._watch.alarmed():
+                    lost = self._reason("a process has ended", limit)
+                    self._abandon()
+                    break
         except RuntimeError as error:
             if self._waits_in_steps and not _is_loss(error):
                 raise  # gloo refuses the type or the reduction, on all ranks alike
+            lost = self._reason(str(error), limit)
+        if lost is not None:
+            # Outside of the except block: an error that is kept would keep the connections.
+            del work
             self.close()
-            raise PeerError(self._reason(error, limit)) from error
+            raise PeerError(lost)
 
     def _done(self, work: Any) -> bool:
         if not self._waits_in_steps:
@@ -171,9 +185,9 @@ class Link:
         """Leave a group whose threads still wait: its destructor would wait for them."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
-    def _reason(self, error: RuntimeError, limit: timedelta) -> str:
+    def _reason(self, error: str, limit: timedelta) -> str:
         others = [r for i, r in enumerate(self.members.ranks) if i != self.members.index]
-        if "imed out" in str(error):
+        if "imed out" in error:
             seconds = limit.total_seconds()
             return f"no answer from one of ranks {others} within {seconds:g} s ({error})"
         return f"lost the connection to one of ranks {others} ({error})"
@@ -188,14 +202,22 @@ class Link:
                 use_local_synchronization=True,
                 group_desc=f"thinwire {members.name}",
             )
-        made = members.store.add(f"thinwire/made/{members.name}/{members.index}", 1)
-        store = c10d.PrefixStore(f"thinwire/{members.name}/{made}", members.store)
+        # Of its own: a thread that waits for a key keeps all others from the same connection.
+        own = members.store.clone() if hasattr(members.store, "clone") else members.store
+        made = own.add(f"thinwire/made/{members.name}/{members.index}", 1)
+        store = c10d.PrefixStore(f"thinwire/{members.name}/{made}", own)
         self._assemble(store, limit)
-        options = c10d.ProcessGroupGloo._Options()
-        options._devices = members.devices
-        options._threads = 1
-        options._timeout = limit
-        return c10d.ProcessGroupGloo(store, members.index, members.size, options)
+
+        def connect(name: str, place: int, size: int) -> Any:
+            options = c10d.ProcessGroupGloo._Options()
+            options._devices = members.devices
+            options._threads = 1
+            options._timeout = limit
+            return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), place, size, options)
+
+        group = connect("data", members.index, members.size)
+        self._watch = Watch(connect, members.index, members.size)
+        return group
 
     def _assemble(self, store: Any, limit: timedelta) -> None:
         """Return when all members have come; connecting itself cannot be told to give up."""

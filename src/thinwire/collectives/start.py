@@ -70,7 +70,11 @@ class Session:
             if ready is not None:
                 torch.cuda.current_stream(self.device).synchronize()
 
-        self.channel.submit(handle, run, timeout)
+        channel = self.channel
+        # An error that somebody keeps must not keep the group: torch crashes when the interpreter
+        # ends before a group does.
+        self.group = None
+        channel.submit(handle, run, timeout)
         if not async_op:
             handle.wait()
         return handle
