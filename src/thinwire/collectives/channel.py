@@ -6,7 +6,6 @@ with the interpreter, or with the first exchange that loses a peer.
 """
 
 import atexit
-import contextlib
 import logging
 import os
 import queue
@@ -27,7 +26,7 @@ from thinwire.errors import PeerError, ThinwireError
 log = logging.getLogger("thinwire")
 
 IDLE_CHECK = 1.0  # seconds between two looks whether the process group still exists
-EXIT_GRACE = 2.0  # seconds that exchanges get to end when the interpreter ends
+GRACE = 1.0  # seconds that exchanges get to end when their group or the interpreter does
 
 Job = Callable[[Link, timedelta], None]
 
@@ -43,9 +42,8 @@ class Channel:
         self._alive = alive
         self._jobs: queue.SimpleQueue[tuple[Handle, Job, timedelta] | None] = queue.SimpleQueue()
         self._link: Link | None = None
-        self._stop = threading.Event()
+        self._end: float | None = None  # when to give up, once that is known
         self._lost: str | None = None
-        self._busy = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
@@ -56,41 +54,42 @@ class Channel:
     def submit(self, handle: Handle, job: Job, timeout: timedelta | None) -> None:
         """Queue a job; `handle` ends when it has ended."""
         with self._lock:
-            if self._stop.is_set():
+            if self._end is not None:
                 raise PeerError("the process group has been destroyed")
             self.count += 1
-            self._busy += 1
             self._jobs.put((handle, job, timeout or self.members.timeout))
 
     def close(self) -> None:
-        """Let the thread end; what is queued fails."""
-        self._stop.set()
+        """Let the thread end; what was submitted gets a moment to end before it."""
+        if self._end is None:
+            self._end = time.monotonic() + GRACE
         self._jobs.put(None)
 
-    def drain(self, seconds: float) -> None:
-        """Wait for queued jobs, then end the thread."""
-        end = time.monotonic() + seconds
-        while self._busy and self._lost is None and time.monotonic() < end:
-            time.sleep(0.01)
+    def join(self) -> None:
+        """Close, and wait for the thread."""
         self.close()
-        self._thread.join(seconds)
+        self._thread.join(GRACE + 1)
+
+    def _given_up(self) -> bool:
+        return self._end is not None and time.monotonic() > self._end
 
     @property
     def ended(self) -> bool:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._stop.is_set():
+        while True:
             try:
                 item = self._jobs.get(timeout=IDLE_CHECK)
             except queue.Empty:
-                if not self._alive():
-                    self._stop.set()
-                continue
-            if item is not None:
-                self._carry_out(*item)
+                if self._alive():
+                    continue
+                self._end = time.monotonic()
+                break
+            if item is None:
+                break
+            self._carry_out(*item)
             del item  # the job holds tensors
-        self._refuse_rest()
         if self._link is not None:
             self._link.close(farewell=True)
         _running.discard(self)
@@ -105,17 +104,17 @@ class Channel:
             error = caught
         if isinstance(error, PeerError) and self._link is not None and self._link.closed:
             self._lost = str(error)
-        with self._lock:
-            self._busy -= 1
         handle.end(error)
         error = None  # its traceback holds this frame, and with it the process group
 
     def _do(self, handle: Handle, job: Job, timeout: timedelta) -> None:
+        if self._given_up():
+            raise GivenUpError
         if self._lost is not None:
             raise PeerError(f"the group lost its connections in an earlier call: {self._lost}")
         if self._link is None:
             try:
-                self._link = Link(self.members, timeout, self._stop.is_set)
+                self._link = Link(self.members, timeout, self._given_up)
             except ThinwireError as error:
                 self._lost = str(error)
                 raise
@@ -128,13 +127,6 @@ class Channel:
             account.bytes_sent = link.bytes_sent - before[0]
             account.bytes_received = link.bytes_received - before[1]
             account.wire_bytes = link.wire_bytes - before[2]
-
-    def _refuse_rest(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                item = self._jobs.get_nowait()
-                if item is not None:
-                    item[0].end(PeerError("the process group has been destroyed"))
 
 
 _running: set[Channel] = set()  # whose threads have not ended
@@ -212,4 +204,4 @@ def _close_all() -> None:
     """A thread must not be inside torch when the interpreter goes."""
     for channel in list(_running):
         if channel.pid == os.getpid():
-            channel.drain(EXIT_GRACE)
+            channel.join()

@@ -34,7 +34,8 @@ class Weight(NamedTuple):
     frame: float  # of the payload as it travels
     opened: float  # of what a reader decodes before adding (positions, unzipped sections)
     draft: float  # of what an encoder holds besides the frame
-    choice: float  # of what choosing elements takes for a moment
+    choice: float  # position and value of the elements that a sparsifier chooses
+    squeezed: float  # of sections before they go through a general-purpose coder
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Load(NamedTuple):
     opened: float
     draft: float
     choice: float  # position and value of the elements that a sparsifier chooses
+    squeezed: float  # sections before they go through a general-purpose coder
     passing: float  # what encoding takes for a moment, float32 copies of half precision included
     sums: float  # in the type that sums are formed in
     dense: float  # as they are
@@ -91,7 +93,7 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Part], compressor: Compressor) -> "Load":
-        frame = opened = draft = choice = passing = sums = dense = 0.0
+        frame = opened = draft = choice = squeezed = passing = sums = dense = 0.0
         converted = False
         for part in parts:
             n = part.x.numel()
@@ -104,8 +106,10 @@ class Load(NamedTuple):
             dense += n * part.x.dtype.itemsize
             halved = part.real != part.x.dtype
             converted = converted or halved
-            passing = max(passing, n * (weight.choice + halved * part.real.itemsize))
-        return cls(frame, opened, draft, choice, passing, sums, dense, converted)
+            squeezed = max(squeezed, n * weight.squeezed)
+            moment = weight.choice + weight.squeezed + halved * part.real.itemsize
+            passing = max(passing, n * moment)
+        return cls(frame, opened, draft, choice, squeezed, passing, sums, dense, converted)
 
 
 def estimate(collective: str, load: Load, size: int, rounds: int = 1) -> Estimate:
@@ -130,10 +134,11 @@ def _gather(load: Load, size: int, rounds: int) -> list[Phase]:
     sums = {"sums": load.sums if apart else 0}
     before = sums if rounds > 1 else {}
     received = {f"{size} frames": size * frame, "opened": size * opened}
+    received |= {"unzipping": 2 * load.squeezed / rounds}
     return [
         own | {"encoding": load.passing / rounds} | before,
         own | _gathering(frame, size) | before,
-        own | received | sums,
+        own | {"message": frame} | received | sums,
     ]
 
 
@@ -152,6 +157,7 @@ def _dense(load: Load, size: int, rounds: int) -> list[Phase]:
 def _all_gather(load: Load, size: int, rounds: int) -> list[Phase]:
     own = {"own payload": load.draft}
     received = {f"{size} frames": size * load.frame, "opened": size * load.opened}
+    received |= {"unzipping": 2 * load.squeezed}
     return [own | {"encoding": load.passing}, own | _gathering(load.frame, size), own | received]
 
 
@@ -166,6 +172,7 @@ def _scatter(load: Load, size: int, rounds: int) -> list[Phase]:
     messages = {"messages, padded, joined": 3 * share * load.frame}
     received = {"received": share * load.frame}
     shard = {"opened": share * load.opened, "sum of the own shard": load.sums / size}
+    shard |= {"unzipping": 2 * load.squeezed / size}
     return [
         own | {"encoding": load.passing / size},
         own | messages | received,
@@ -178,6 +185,7 @@ def _twoshot(load: Load, size: int, rounds: int) -> list[Phase]:
     own |= {"sum of the own shard": load.sums / size}
     second = {"its payload": load.draft / size}
     frames = {f"{size} frames": load.frame, "opened": load.opened}
+    frames |= {"unzipping": 2 * load.squeezed / size}
     zeros = {"zeros": load.sums / size, "scaled": load.dense / size}
     return [
         *_scatter(load, size, rounds),
@@ -264,7 +272,7 @@ def refuse(collective: str, need: Estimate, limit: int, size: int) -> MemoryLimi
 def weigh(compressor: Compressor, dtype: torch.dtype, residual: bool) -> Weight:
     """Bytes an element, measured on a sample."""
     if not dtype.is_floating_point:
-        return Weight(dtype.itemsize, 0, dtype.itemsize, 0)
+        return Weight(dtype.itemsize, 0, dtype.itemsize, 0, 0)
     sample = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)).to(dtype)
     room = torch.zeros(SAMPLE, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     payload = compressor.draft(sample, residual=room if residual else None, key=Key())
@@ -273,11 +281,13 @@ def weigh(compressor: Compressor, dtype: torch.dtype, residual: bool) -> Weight:
     picked = payload.picked()
     count = 0 if picked is None else picked[0].numel()
     widened = count * 4 if dtype.itemsize == 2 else 0  # values, when they are added
+    opened = _extra(received.opened, received)
     return Weight(
         frame.numel() / SAMPLE,
-        (_extra(received.opened, received) + widened) / SAMPLE,
+        (opened + widened) / SAMPLE,
         (_held(payload) + _extra(payload.known, payload)) / SAMPLE,
         CANDIDATE * count / SAMPLE,
+        0.0 if count else opened / SAMPLE,
     )
 
 
