@@ -3,7 +3,7 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo bench clean clean-kernels
+.PHONY: help setup test check format demo bench bench-network clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ demo: setup  ## Compare the compressors on this machine and write report/bench.h
 
 bench: setup  ## Measure against the performance targets
 	$(VENV)/bin/python benchmarks/targets.py
+
+bench-network: setup  ## Measure the collectives on a slow network of this machine's own
+	$(VENV)/bin/python benchmarks/collectives.py
 
 clean-kernels:  ## Remove compiled kernels, needed after editing a function that others inline
 	find src -name '*.nb[ic]' -delete
