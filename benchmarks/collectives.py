@@ -243,7 +243,15 @@ def growth_targets(found: dict[int, list[dict[str, Any]]]) -> list[Target]:
 def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title)
     dense = rows[0]["seconds"]
-    for column in ("candidate", "ms", "lowest", "x dense", "MB reported", "counted", "enc/net/dec ms"):
+    for column in (
+        "candidate",
+        "ms",
+        "lowest",
+        "x dense",
+        "MB reported",
+        "counted",
+        "enc/net/dec ms",
+    ):
         table.add_column(column, justify="left" if column == "candidate" else "right")
     for row in rows:
         parts = "/".join(f"{1e3 * row[kind]:.0f}" for kind in ("encode", "network", "decode"))
