@@ -41,3 +41,9 @@ def no_network():
     socket.socket.connect = local
     yield
     socket.socket.connect = connect
+
+
+def pytest_collection_modifyitems(items):
+    """Tests with many processes come last: one process has then compiled the kernels for all."""
+    several = {"Ranks", "ranks", "torchrun"}
+    items.sort(key=lambda item: bool(several & vars(item.module).keys()))
