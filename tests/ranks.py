@@ -99,6 +99,8 @@ class Ranks:
         store = store or f"{self._directory.name}/{self._tasks}"
         for i, pipe in enumerate(self._pipes[:count]):
             task = Task(function, args, first + i, first + count, store)
+            # Not pipe.send: with torch loaded that hands tensors over in shared memory, which a
+            # killed rank takes along. Both ends of the pipe are processes of this test run.
             pipe.send_bytes(pickle.dumps(task))
 
     def outcomes(

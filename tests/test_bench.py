@@ -218,12 +218,12 @@ def small(**changes: object) -> Settings:
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_run_takes_the_steps_it_announces(eager: bool) -> None:
-    todo = prepare(small(eager=eager, compressors=("topk:0.1", "none", "topk:0.10")))
-    assert [str(compressor) for compressor in todo.compressors] == ["topk:0.1", "none"]
+    planned = prepare(small(eager=eager, compressors=("topk:0.1", "none", "topk:0.10")))
+    assert [str(compressor) for compressor in planned.compressors] == ["topk:0.1", "none"]
     steps: list[str] = []
-    report = run(todo, lambda stage, detail: steps.append(stage))
-    unmeasured = len(todo.sources) * len(todo.compressors)  # memory, of tensors this small
-    assert len(steps) == todo.num_steps - unmeasured
+    report = run(planned, lambda stage, detail: steps.append(stage))
+    unmeasured = len(planned.sources) * len(planned.compressors)  # memory, of tensors this small
+    assert len(steps) == planned.num_steps - unmeasured
     assert [group.data for group in report.groups] == list(DATA)
     assert not report.interrupted
 

@@ -21,6 +21,7 @@ from tensors import normal, same
 import thinwire as tw
 from thinwire import kernels
 from thinwire.kernels import threads
+from thinwire.kernels.cpu import jit
 from thinwire.kernels.reference import levels as reference_levels
 from thinwire.wire.codes.sparse import write_positions
 
@@ -478,3 +479,25 @@ def test_topk_needs_little_resident_memory():
     if printed.strip() == "unknown":
         pytest.skip("this system does not let a process reset its peak memory")
     assert float(printed) < 0.3
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_bit_tricks_mean_the_same_to_the_interpreter_and_to_the_compiler(kind):
+    values = np.array([0.0, -0.0, 1e-40, 1.5, -1.5, 3e38, -3e38, np.inf, -np.inf], kind)
+    for p in values:
+        assert jit.magnitude(p) == compiled_magnitude(p)
+        assert jit.ordered(p) == compiled_ordered(p)
+        assert jit.from_magnitude(jit.magnitude(p), p) == abs(p)
+        assert jit.from_ordered(jit.ordered(p), p) == p
+    assert [float(p) for p in sorted(values, key=jit.ordered)] == sorted(values.tolist())
+    assert jit.magnitude(kind(np.nan)) > jit.magnitude(kind(np.inf))
+
+
+@jit.jit
+def compiled_magnitude(p):
+    return jit.magnitude(p)
+
+
+@jit.jit
+def compiled_ordered(p):
+    return jit.ordered(p)

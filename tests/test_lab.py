@@ -203,7 +203,7 @@ def exchange(lab, size, back=None):
     back = size if back is None else back
     before = lab.counters()
     results = lab.run([*PYTHON, EXCHANGE, str(size), str(back)], timeout=30)
-    carried = [now - then for now, then in zip(lab.counters(), before, strict=True)]
+    carried = [last - first for last, first in zip(lab.counters(), before, strict=True)]
     return [
         (float(r.stdout) if r.stdout else None, c.received_bytes)
         for r, c in zip(results, carried, strict=True)
@@ -482,5 +482,5 @@ def test_gloo_reduces_across_hosts(lab):
     env = {"OMP_NUM_THREADS": "1"}
     lab.run([sys.executable, "-c", ALL_REDUCE], env=env, timeout=60)
     # With two ranks each sends all of its tensor once: 400,000 bytes, headers and the store's talk.
-    for now, then in zip(lab.counters(), before, strict=True):
-        assert 400_000 < (now - then).sent_bytes < 480_000
+    for last, first in zip(lab.counters(), before, strict=True):
+        assert 400_000 < (last - first).sent_bytes < 480_000

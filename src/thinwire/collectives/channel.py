@@ -6,7 +6,6 @@ with the interpreter, or with the first exchange that loses a peer.
 """
 
 import atexit
-import logging
 import os
 import queue
 import threading
@@ -22,8 +21,6 @@ import torch.distributed as dist
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.link import GivenUpError, Link, Members
 from thinwire.errors import PeerError, ThinwireError
-
-log = logging.getLogger("thinwire")
 
 IDLE_CHECK = 1.0  # seconds between two looks whether the process group still exists
 GRACE = 1.0  # seconds that exchanges get to end when their group or the interpreter does

@@ -101,7 +101,7 @@ def reduce_scatter(
             guard("reduce_scatter", work, size)
             shards = _shards(work.parts, size)
             finite = _finite(shards[me][0])
-        sent, received, sound = swap_shards(talk, work, shards, finite)
+        sent, received, sound = swap_shards(talk, work, shards, "reduce_scatter", finite)
         with talk.clock("decode"):
             (total,) = sum_shards(work, shards[me], received)
             if sound:

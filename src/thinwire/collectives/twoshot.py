@@ -29,7 +29,7 @@ def twoshot(talk: Talk, work: Work) -> None:
     compressor = work.compressor
     me, size = talk.members.index, talk.members.size
     shards = [[_shard(part, j, size) for part in work.parts] for j in range(size)]
-    first, received, sound = swap_shards(talk, work, shards)
+    first, received, sound = swap_shards(talk, work, shards, "twoshot")
     weight = work.weight
     with talk.preparing():
         sums = sum_shards(work, shards[me], received)
@@ -61,11 +61,11 @@ def twoshot(talk: Talk, work: Work) -> None:
 
 
 def swap_shards(
-    talk: Talk, work: Work, shards: list[list[Part]], finite: bool = True
+    talk: Talk, work: Work, shards: list[list[Part]], collective: str, finite: bool = True
 ) -> tuple[list[list[Payload]], list[Tensor], bool]:
     """Step 1: the payloads sent, the messages received from the others, whether all is finite.
 
-    `finite` is what this rank says of its own shard.
+    `collective` is whose memory is checked; `finite` is what this rank says of its own shard.
     """
     compressor, me = work.compressor, talk.members.index
     with talk.preparing():
@@ -75,7 +75,7 @@ def swap_shards(
         ]
         nothing = torch.empty(0, dtype=torch.uint8, device=talk.device)
         messages = [bundle(each) if each else nothing for each in payloads]
-        check_real("twoshot", work, messages, len(shards))
+        check_real(collective, work, messages, len(shards))
         bad = not finite or any(p.non_finite for each in payloads for p in each)
     said = talk.meet([bad], [m.numel() for m in messages])
     received = talk.swap(messages, [one.words[me] for one in said])

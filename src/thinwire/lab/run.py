@@ -24,7 +24,7 @@ class _Stream:
         os.set_blocking(file, False)
 
     def read(self) -> bool:
-        """Take what is there. False at the end; BlockingIOError when there is nothing for now."""
+        """Take what has come. False at the end; BlockingIOError if nothing has come yet."""
         chunk = os.read(self.file, 2**16)
         self._received.append(chunk)
         *lines, self._rest = (self._rest + chunk).split(b"\n")

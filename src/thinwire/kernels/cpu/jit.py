@@ -34,9 +34,13 @@ INTEGER: dict[Any, Any] = {
 }
 
 
+# The functions below choose their body by the type of their arguments: Numba through the overload,
+# the interpreter through the same choice.
+
+
 def magnitude(p):
     """The bits of |p| as a signed integer: ordered like |p|, infinity and NaN at the top."""
-    raise NotImplementedError("compiled code only")
+    return _magnitude(numba.typeof(p))(p)
 
 
 @overload(magnitude, inline="always")
@@ -49,7 +53,7 @@ def _magnitude(p):
 
 def ordered(p):
     """An integer ordered like p: LLVM vectorises the minimum of integers, not that of floats."""
-    raise NotImplementedError("compiled code only")
+    return _ordered(numba.typeof(p))(p)
 
 
 @overload(ordered, inline="always")
@@ -71,7 +75,7 @@ def _ordered(p):
 
 def from_ordered(bits, like):
     """The inverse of `ordered`, in the type of `like`."""
-    raise NotImplementedError("compiled code only")
+    return _from_ordered(numba.typeof(bits), numba.typeof(like))(bits, like)
 
 
 @overload(from_ordered, inline="always")
@@ -93,7 +97,7 @@ def _from_ordered(bits, like):
 
 def from_magnitude(bits, like):
     """The inverse of `magnitude` for numbers >= 0, in the type of `like`."""
-    raise NotImplementedError("compiled code only")
+    return _from_magnitude(numba.typeof(bits), numba.typeof(like))(bits, like)
 
 
 @overload(from_magnitude, inline="always")
