@@ -261,10 +261,11 @@ def rounds_for(work: Work, size: int, frame: int = 0) -> int:
 
 def refuse(collective: str, need: Estimate, limit: int, size: int) -> MemoryLimitError:
     """The error, with a way out."""
+    rounds = "; collective='gather' can go in rounds" if collective in ("twoshot", "sparse") else ""
     return MemoryLimitError(
         f"{collective} over {size} ranks would take {need} of extra memory on each rank, the limit "
         f"is {_readable(limit)}. Raise max_bytes or {VARIABLE}, compress more strongly, or reduce "
-        "smaller tensors one after the other"
+        f"smaller tensors one after the other{rounds}"
     )
 
 
