@@ -24,6 +24,7 @@ from thinwire.errors import PeerError, ThinwireError
 
 IDLE_CHECK = 1.0  # seconds between two looks whether the process group still exists
 GRACE = 1.0  # seconds that exchanges get to end when their group or the interpreter does
+PATIENCE = 10.0  # seconds that threads then have to close their connections, on a busy machine
 
 Job = Callable[[Link, timedelta], None]
 
@@ -45,7 +46,6 @@ class Channel:
         self._thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
         )
-        _running.add(self)
         self._thread.start()
 
     def submit(self, handle: Handle, job: Job, timeout: timedelta | None) -> None:
@@ -62,10 +62,9 @@ class Channel:
             self._end = time.monotonic() + GRACE
         self._jobs.put(None)
 
-    def join(self) -> None:
-        """Close, and wait for the thread."""
-        self.close()
-        self._thread.join(GRACE + 1)
+    def join(self, timeout: float) -> None:
+        """Wait for the thread."""
+        self._thread.join(timeout)
 
     def _given_up(self) -> bool:
         return self._end is not None and time.monotonic() > self._end
@@ -89,7 +88,6 @@ class Channel:
             del item  # the job holds tensors
         if self._link is not None:
             self._link.close(farewell=True)
-        _running.discard(self)
 
     def _carry_out(self, handle: Handle, job: Job, timeout: timedelta) -> None:
         error: BaseException | None = None
@@ -126,7 +124,9 @@ class Channel:
             account.wire_bytes = link.wire_bytes - before[2]
 
 
-_running: set[Channel] = set()  # whose threads have not ended
+# Whose threads have not been seen to end. A thread that is about to end still runs destructors of
+# torch, so it must not take itself out.
+_running: list[Channel] = []
 _channels: weakref.WeakKeyDictionary[Any, dict[str, Channel]]
 _channels = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -180,6 +180,7 @@ def channel_of(
             members = Members(name, tuple(ranks), index, store, kind, devices, timeout)
             reference = weakref.ref(group)
             found = own[name] = Channel(members, lambda: _exists(reference))
+            _running[:] = [each for each in _running if not each.ended] + [found]
             weakref.finalize(group, found.close)
             atexit.unregister(_close_all)
             atexit.register(_close_all)
@@ -199,6 +200,9 @@ def _exists(reference: "weakref.ref[Any]") -> bool:
 
 def _close_all() -> None:
     """A thread must not be inside torch when the interpreter goes."""
-    for channel in list(_running):
-        if channel.pid == os.getpid():
-            channel.join()
+    own = [channel for channel in _running if channel.pid == os.getpid()]
+    for channel in own:
+        channel.close()
+    end = time.monotonic() + GRACE + PATIENCE
+    for channel in own:
+        channel.join(max(0.0, end - time.monotonic()))
