@@ -58,21 +58,29 @@ if TYPE_CHECKING:
         MismatchError,
         MissingExtraError,
         PeerError,
+        ReplicaError,
         ThinwireError,
         ThinwireWarning,
     )
+    from thinwire.feedback import EF14, EF21, EF21M, Feedback, NoFeedback, feedbacks, parse_feedback
     from thinwire.kernels import Key
+    from thinwire.methods import Reducer
+    from thinwire.training import Wire, attach, check_replicas
     from thinwire.wire import Payload, decode, pack, unpack
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EF14",
+    "EF21",
+    "EF21M",
     "QSGD",
     "Account",
     "Bernoulli",
     "Cast",
     "Chain",
     "Compressor",
+    "Feedback",
     "FrameError",
     "Handle",
     "Key",
@@ -82,11 +90,14 @@ __all__ = [
     "MissingExtraError",
     "Natural",
     "NoCompression",
+    "NoFeedback",
     "OneBit",
     "Payload",
     "PeerError",
     "Quantize",
     "RandomK",
+    "Reducer",
+    "ReplicaError",
     "ScaledSign",
     "TernGrad",
     "ThinwireError",
@@ -94,17 +105,22 @@ __all__ = [
     "Threshold",
     "Tiered",
     "TopK",
+    "Wire",
     "__version__",
     "all_gather",
     "all_reduce",
     "all_reduce_coalesced",
+    "attach",
     "broadcast",
+    "check_replicas",
     "compressors",
     "decode",
+    "feedbacks",
     "irecv",
     "isend",
     "pack",
     "parse",
+    "parse_feedback",
     "pipe_recv",
     "pipe_send",
     "pipe_wait",
@@ -115,7 +131,16 @@ __all__ = [
     "wait_all",
 ]
 
-_ROOMS = ("errors", "kernels", "wire", "compressors", "collectives")
+_ROOMS = (
+    "errors",
+    "kernels",
+    "wire",
+    "compressors",
+    "collectives",
+    "feedback",
+    "methods",
+    "training",
+)
 
 
 class _Face(ModuleType):

@@ -5,7 +5,8 @@
     ├── MemoryLimitError   an exchange would take more memory than allowed (also a MemoryError)
     ├── MismatchError      ranks asked for different things (also a ValueError)
     ├── MissingExtraError  an optional package is needed (also an ImportError)
-    └── PeerError          another rank died, stalled or failed (also a ConnectionError)
+    ├── PeerError          another rank died, stalled or failed (also a ConnectionError)
+    └── ReplicaError       parameters differ between replicas
 
 Mistakes in arguments are plain ``ValueError`` and ``TypeError``: they say what was expected, what
 came and how to mend it. ``ThinwireWarning`` marks what works but is probably not what was meant.
@@ -17,6 +18,7 @@ __all__ = [
     "MismatchError",
     "MissingExtraError",
     "PeerError",
+    "ReplicaError",
     "ThinwireError",
     "ThinwireWarning",
 ]
@@ -56,6 +58,10 @@ class PeerError(ThinwireError, ConnectionError):
     Tensors and residuals are as before the call. After a death or a timeout the group's connections
     are closed and later calls raise this at once: make a new process group to go on.
     """
+
+
+class ReplicaError(ThinwireError):
+    """Parameters differ between ranks; the message names the ranks and the parameters."""
 
 
 class ThinwireWarning(UserWarning):

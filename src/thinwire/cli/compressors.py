@@ -29,9 +29,10 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from thinwire.compressors.registry import compressors, usage
+    from thinwire.compressors.registry import BY_NAME, compressors
+    from thinwire.compressors.spec import usage
 
-    found = [(name, usage(name), line) for name, line in compressors().items()]
+    found = [(name, usage(BY_NAME[name]), line) for name, line in compressors().items()]
     if arguments.json:
         keys = ("name", "usage", "description")
         print(json.dumps([dict(zip(keys, row, strict=True)) for row in found], indent=2))

@@ -80,8 +80,9 @@ def _receive(talk: Talk, work: Work, ready: _Ready) -> list[list[Payload]]:
 
 def _at_once(talk: Talk, work: Work, ready: _Ready) -> None:
     received = _receive(talk, work, ready)
+    talk.account.finite = not any(one.numbers[1] for one in ready.said)
     with talk.clock("decode"):
-        if not any(one.numbers[1] for one in ready.said):
+        if talk.account.finite:
             for part, payload in zip(ready.parts, ready.payloads, strict=True):
                 part.settle(work.compressor, payload)
         for i, part in enumerate(ready.parts):
@@ -106,6 +107,7 @@ def _in_rounds(talk: Talk, work: Work, ready: _Ready, rounds: int) -> None:
     with talk.clock("decode"):
         # Sums beyond float16 are the same news as infinities in the tensors, and on all ranks.
         sound = sound and all(_fits(total, part.x.dtype) for part, _, total in own)
+        talk.account.finite = sound
         for part, payload, total in own:
             if sound:
                 part.settle(work.compressor, payload)

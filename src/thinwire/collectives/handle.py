@@ -17,6 +17,8 @@ class Account:
         bytes_sent, bytes_received: by this rank, without the headers of packets.
         wire_bytes: bytes_sent with the headers that Ethernet, IP and TCP put before each packet of
             1448 bytes: what the counter of a network interface shows, within a few per cent.
+        finite: False if a rank's tensor held NaN or infinity, so that no residual was changed.
+            What travels as it is (NoCompression without a residual) is not looked at.
         seconds: where this rank's time went: "encode", "network" (waiting for others included)
             and "decode".
     """
@@ -25,6 +27,7 @@ class Account:
     bytes_sent: int = 0
     bytes_received: int = 0
     wire_bytes: int = 0
+    finite: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -68,6 +71,10 @@ class Handle:
             raise TimeoutError(f"{self.what} has not ended within {timeout:g} s; it goes on")
         if self._error is not None:
             raise self._error
+
+    def ended(self) -> None:
+        """Return when the exchange has ended, well or not."""
+        self._ended.wait()
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""

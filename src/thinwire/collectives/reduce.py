@@ -1,7 +1,7 @@
 """all_reduce and all_reduce_coalesced."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinwire.collectives.choose import COLLECTIVES, choose, suits
 from thinwire.collectives.gather import gather
-from thinwire.collectives.handle import Handle
+from thinwire.collectives.handle import Account, Handle
 from thinwire.collectives.memory import Load, guard, limit_of
 from thinwire.collectives.ops import check, op_name, weight_of
 from thinwire.collectives.sparse import sparse
@@ -89,19 +89,19 @@ def all_reduce(
         (True, tensor([1., 1., 1., 1.]))
         >>> dist.destroy_process_group()
     """
-    return _start(
+    return start(
         "all_reduce",
         [tensor],
         compressor,
         [residual],
         tensor,
-        op,
-        group,
-        async_op,
-        collective,
-        max_bytes,
-        timeout,
-        key,
+        op=op,
+        group=group,
+        async_op=async_op,
+        collective=collective,
+        max_bytes=max_bytes,
+        timeout=timeout,
+        key=key,
     )
 
 
@@ -129,28 +129,29 @@ def all_reduce_coalesced(
         raise ValueError(f"{len(given)} residuals for {len(tensors)} tensors")
     if not tensors:
         raise ValueError("all_reduce_coalesced needs at least one tensor")
-    return _start(
+    return start(
         "all_reduce_coalesced",
         tensors,
         compressor,
         given,
         tensors,
-        op,
-        group,
-        async_op,
-        collective,
-        max_bytes,
-        timeout,
-        key,
+        op=op,
+        group=group,
+        async_op=async_op,
+        collective=collective,
+        max_bytes=max_bytes,
+        timeout=timeout,
+        key=key,
     )
 
 
-def _start(
+def start(
     name: str,
     tensors: Sequence[Tensor],
     compressor: Compressor | str,
     residuals: Sequence[Tensor | None],
     result: Any,
+    *,
     op: Any,
     group: Group,
     async_op: bool,
@@ -158,7 +159,16 @@ def _start(
     max_bytes: int | str | None,
     timeout: Timeout,
     key: Key | None,
+    before: Callable[[], None] | None = None,
+    after: Callable[[Account], None] | None = None,
 ) -> Handle:
+    """What both calls above do, with room for feedback around it.
+
+    Args:
+        before, after: called by the thread that carries out the exchange, before it reads tensors
+            and residuals and after it has written them. `after` is not called when the exchange
+            failed. A group of one rank calls neither.
+    """
     compressor = compressor_of(compressor)
     operation = op_name(op)
     check(operation, compressor, tensors, residuals)
@@ -194,6 +204,8 @@ def _start(
 
     def job(talk: Talk) -> None:
         with talk.preparing():
+            if before is not None:
+                before()
             weight = weight_of(operation, session.size)
             work = Work.of(tensors, residuals, compressor, drawn, weight, limit=limit)
             used = _chosen(work, session.size) if collective == "auto" else collective
@@ -211,6 +223,8 @@ def _start(
             {"twoshot": twoshot, "sparse": sparse}[used](talk, work)
         with talk.clock("decode"):
             work.done()
+            if after is not None:
+                after(handle.account)
 
     return session.begin(handle, call, job, span, async_op)
 

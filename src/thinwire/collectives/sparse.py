@@ -40,6 +40,7 @@ def sparse(talk: Talk, work: Work) -> None:
         quantiles = _quantiles(chosen, numel, size) if chosen is not None else []
     said = talk.meet([chosen is None, count], quantiles)
     if chosen is None or any(one.numbers[0] for one in said):
+        talk.account.finite = False
         part.x.fill_(torch.nan)
         _divided(work, part)
         return
@@ -81,6 +82,7 @@ class _Regions:
             kept = self._kept(total, keep)
             message = bundle([kept])
         said = talk.meet([message.numel(), kept.non_finite])
+        talk.account.finite = not any(one.numbers[1] for one in said)
         results = talk.gather(message, [one.numbers[0] for one in said])
         with talk.clock("decode"):
             fingerprint = self.compressor.fingerprint
@@ -88,7 +90,7 @@ class _Regions:
                 unbundle(m, [extent], fingerprint)[0]
                 for m, extent in zip(results, self.extents, strict=True)
             ]
-            if not any(one.numbers[1] for one in said):
+            if talk.account.finite:
                 self._settle(sent, pieces[me], total, kept)
             for payload, (lo, hi) in zip(opened, pairwise(self.edges), strict=True):
                 payload.restore(self.part.x[lo:hi])

@@ -36,6 +36,7 @@ def summable(talk: Talk, work: Work, op: Any = dist.ReduceOp.SUM) -> None:
         peak = _peak(rooms.get(torch.float16))
     said = talk.meet([not sound, _to_bits(peak)])
     if any(one.numbers[0] for one in said):
+        talk.account.finite = False
         for part in work.parts:
             part.x.fill_(torch.nan)
         return

@@ -43,13 +43,14 @@ def twoshot(talk: Talk, work: Work) -> None:
         del means
     bad = not sound or any(p.non_finite for p in second)
     said = talk.meet([message.numel(), bad])
+    talk.account.finite = not any(one.numbers[1] for one in said)
     messages = talk.gather(message, [one.numbers[0] for one in said])
     with talk.clock("decode"):
         results = [
             unbundle(m, [part.extent for part in parts], compressor.fingerprint)
             for m, parts in zip(messages, shards, strict=True)
         ]
-        if not any(one.numbers[1] for one in said):
+        if talk.account.finite:
             settle_shards(work, shards, first)
             for part, total, payload in zip(shards[me], sums, second, strict=True):
                 if part.r is not None:

@@ -81,6 +81,14 @@ class Compressor(ABC):
         return False
 
     @property
+    def unbiased(self) -> bool:
+        """Whether it is right on average, possibly with an error larger than the tensor.
+
+        Such compressors are meant to be used without a residual, which could grow without bound.
+        """
+        return False
+
+    @property
     def sparse(self) -> bool:
         """Whether it sends some elements and the rest not at all (see `pick`)."""
         return False

@@ -73,6 +73,10 @@ class Chain(Compressor):
         return any(stage.random for stage in self.stages)
 
     @property
+    def unbiased(self) -> bool:
+        return all(stage.unbiased for stage in self._lossy)
+
+    @property
     def common_key(self) -> bool:
         return any(stage.common_key for stage in self.stages)
 

@@ -32,6 +32,10 @@ class Natural(Compressor):
     name: ClassVar[str] = "natural"
 
     @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
     def random(self) -> bool:
         return True
 

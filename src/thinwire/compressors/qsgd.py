@@ -47,6 +47,10 @@ class QSGD(Compressor):
         check.flag("QSGD", "entropy", self.entropy)
 
     @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
     def random(self) -> bool:
         return True
 

@@ -1,6 +1,5 @@
 """All compressors by name. A new one is one line in `_ALL`."""
 
-from dataclasses import MISSING, fields
 from typing import Any
 
 from thinwire.compressors.base import Compressor
@@ -15,7 +14,7 @@ from thinwire.compressors.qsgd import QSGD
 from thinwire.compressors.quantize import Quantize
 from thinwire.compressors.randomk import RandomK
 from thinwire.compressors.scaledsign import ScaledSign
-from thinwire.compressors.spec import default_of, read_stage, read_value, split
+from thinwire.compressors.spec import build, read_value, split
 from thinwire.compressors.terngrad import TernGrad
 from thinwire.compressors.threshold import Threshold
 from thinwire.compressors.tiered import Tiered
@@ -45,21 +44,6 @@ def compressors() -> dict[str, str]:
     return {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in BY_NAME.items()}
 
 
-def usage(name: str) -> str:
-    """The spec of a compressor with all its arguments and their defaults."""
-    words = []
-    for field in fields(BY_NAME[name]):
-        default = default_of(field)
-        if default is MISSING:
-            words.append(field.name.upper())
-        elif isinstance(default, Compressor):
-            words.append(f"{field.name}=({default})")
-        else:
-            shown = str(default).lower() if default is None or default is True else default
-            words.append(f"{field.name}={'false' if default is False else shown}")
-    return name + (":" + ",".join(words) if words else "")
-
-
 def parse(spec: str) -> Compressor:
     """The compressor that a spec string names, such as ``topk:0.01|quantize:4``.
 
@@ -67,27 +51,8 @@ def parse(spec: str) -> Compressor:
     """
     if not isinstance(spec, str):
         raise TypeError(f"a spec is a string such as 'topk:0.01', got {spec!r}")
-    stages = [_stage(text) for text in split(spec, "|")]
+    stages = [build(text, "compressor", BY_NAME, _value) for text in split(spec, "|")]
     return stages[0] if len(stages) == 1 else Chain.of(*stages)
-
-
-def _stage(text: str) -> Compressor:
-    name, positional, named = read_stage(text)
-    if name not in BY_NAME:
-        raise ValueError(f"unknown compressor {name!r}, known: {', '.join(sorted(BY_NAME))}")
-    kind = BY_NAME[name]
-    names = [field.name for field in fields(kind)]
-    if len(positional) > len(names):
-        raise ValueError(f"{text!r} has too many arguments; usage: {usage(name)}")
-    values = {**dict(zip(names, positional, strict=False)), **named}
-    unknown = [field for field in values if field not in names]
-    if unknown or len(values) < len(positional) + len(named):
-        what = f"no argument {unknown[0]!r}" if unknown else "an argument twice"
-        raise ValueError(f"{text!r} has {what}; usage: {usage(name)}")
-    try:
-        return kind(**{field: _value(value) for field, value in values.items()})
-    except TypeError:
-        raise ValueError(f"{text!r} lacks an argument; usage: {usage(name)}") from None
 
 
 def _value(text: str) -> Any:

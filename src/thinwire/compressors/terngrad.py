@@ -40,6 +40,10 @@ class TernGrad(Compressor):
         object.__setattr__(self, "clip", float(self.clip))
 
     @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
     def random(self) -> bool:
         return True
 

@@ -1,0 +1,18 @@
+"""What is remembered between steps, so that compression loses nothing in the long run."""
+
+from thinwire.feedback.base import Feedback
+from thinwire.feedback.ef14 import EF14
+from thinwire.feedback.ef21 import EF21, EF21M
+from thinwire.feedback.none import NoFeedback
+from thinwire.feedback.registry import feedback_for, feedbacks, parse_feedback
+
+__all__ = [
+    "EF14",
+    "EF21",
+    "EF21M",
+    "Feedback",
+    "NoFeedback",
+    "feedback_for",
+    "feedbacks",
+    "parse_feedback",
+]

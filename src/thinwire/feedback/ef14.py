@@ -1,0 +1,78 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from thinwire.feedback.base import Desk, Memory, Remembering, Turn
+from thinwire.feedback.vector import Vector
+
+
+@dataclass(frozen=True)
+class EF14(Remembering):
+    """What was left out is added to the next gradient.
+
+    p = g + decay e; c = C(p); e = p - c; the step is taken with the mean of c. With decay 1, all
+    that was sent plus the residual is all gradients there ever were: nothing is lost, only delayed.
+
+    Args:
+        decay: less than 1 forgets, for residuals that have become stale.
+        storage: how residuals are kept between steps: "fp32", "bf16", "int8" or "host".
+        reset: steps after which residuals start from zero again (what they hold is dropped); 0 for
+            never. LoCo does so every 1024 steps, with int8.
+
+    Example:
+        >>> import thinwire as tw
+        >>> str(tw.EF14(storage="int8", reset=1024))
+        'ef14:storage=int8,reset=1024'
+
+    Reference: Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+    Distributed Training of Speech DNNs, 2014; Karimireddy et al., Error Feedback Fixes SignSGD and
+    other Gradient Compression Schemes, 2019; Xie et al., LoCo: Low-Bit Communication Adaptor for
+    Large-scale Model Training, 2024.
+    """
+
+    decay: float = 1.0
+    name: ClassVar[str] = "ef14"
+    parts: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
+        if not number or not 0 <= self.decay <= 1:
+            raise ValueError(f"EF14: decay must be in [0, 1], got {self.decay!r}")
+
+    def turn(self, memory: Memory, x: Tensor, desk: Desk) -> Turn:
+        kept = memory["residual"]
+        if kept.direct is not None and self.decay == 1 and not desk.later:
+            return _InPlace(x, x, kept.direct)
+        return _InCopy(x, desk.take("residual", kept), kept, self.decay)
+
+
+class _InPlace(Turn):
+    """The collective settles the residual itself, or leaves it as it was."""
+
+    def before(self) -> None:
+        pass
+
+    def after(self) -> None:
+        pass
+
+    def commit(self) -> None:
+        pass
+
+
+class _InCopy(Turn):
+    def __init__(self, x: Tensor, work: Tensor, kept: Vector, decay: float) -> None:
+        super().__init__(x, x, work)
+        self._work, self._kept, self._decay = work, kept, decay
+
+    def before(self) -> None:
+        self._kept.read(self._work)
+        if self._decay != 1:
+            self._work.mul_(self._decay)
+
+    def after(self) -> None:
+        pass
+
+    def commit(self) -> None:
+        self._kept.write(self._work)

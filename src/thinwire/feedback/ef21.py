@@ -1,0 +1,111 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.feedback.base import Desk, Memory, Remembering, Turn
+
+
+@dataclass(frozen=True)
+class EF21(Remembering):
+    """What travels is the change since the last step.
+
+    c = C(g - h); h = h + c; H = H + mean(c); the step is taken with H, which is the mean of the
+    ranks' h at all times. The first step goes uncompressed: h = g, H = mean(g). Nothing piles up
+    when the ranks' gradients cancel each other out, where the residuals of EF14 do.
+
+    Args:
+        storage: how vectors are kept between steps: "fp32", "bf16", "int8" or "host". Other than
+            fp32, rounding lets H and the mean of h drift apart: use `reset` with it.
+        reset: steps after which it starts anew with an uncompressed step; 0 for never.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.parse_feedback("ef21:reset=1000")
+        EF21(storage='fp32', reset=1000)
+
+    Reference: Richtárik, Sokolov and Fatkhullin, EF21: A New, Simpler, Theoretically Better, and
+    Practically Faster Error Feedback, 2021.
+    """
+
+    name: ClassVar[str] = "ef21"
+    parts: ClassVar[tuple[str, ...]] = ("h", "mean")
+    dense_start: ClassVar[bool] = True
+
+    @property
+    def _eta(self) -> float:
+        return 1.0
+
+    def turn(self, memory: Memory, x: Tensor, desk: Desk) -> Turn:
+        return _Turn(memory, x, desk, 1.0 if desk.first else self._eta)
+
+
+@dataclass(frozen=True)
+class EF21M(EF21):
+    """EF21 of a moving average of the gradient, for noisy gradients.
+
+    v = (1 - eta) v + eta g; c = C(v - h); h = h + c; H = H + mean(c); the step is taken with H. The
+    first step goes uncompressed: v = h = g, H = mean(g). Eta 1 is EF21. As H is smoothed already,
+    an optimizer needs less momentum of its own.
+
+    Args:
+        eta: weight of the new gradient; smaller is smoother.
+        storage, reset: as for EF21.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.parse_feedback("ef21m:0.2")
+        EF21M(storage='fp32', reset=0, eta=0.2)
+
+    Reference: Fatkhullin, Tyurin and Richtárik, Momentum Provably Improves Error Feedback!, 2023.
+    """
+
+    eta: float = 0.1
+    name: ClassVar[str] = "ef21m"
+    parts: ClassVar[tuple[str, ...]] = ("v", "h", "mean")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = isinstance(self.eta, int | float) and not isinstance(self.eta, bool)
+        if not number or not 0 < self.eta <= 1:
+            raise ValueError(f"EF21M: eta must be in (0, 1], got {self.eta!r}")
+
+    @property
+    def _eta(self) -> float:
+        return self.eta
+
+
+class _Turn(Turn):
+    """t = v - h goes through the collective with a zero residual r: h + c is v - r then.
+
+    t is float32 whatever the gradient is: H is a long sum, and rounding would pile up in it.
+    """
+
+    def __init__(self, memory: Memory, x: Tensor, desk: Desk, eta: float) -> None:
+        h = memory["h"]
+        super().__init__(x, desk.take("change", h), desk.take("residual", h))
+        self._memory, self._eta = memory, eta
+        self._v = desk.take("v", h)
+        self._mean = desk.take("mean", h)
+
+    def before(self) -> None:
+        assert self.residual is not None
+        if self._eta == 1:
+            self._v.copy_(self.x)
+        else:
+            self._memory["v"].read(self._v)
+            self._v.mul_(1 - self._eta).add_(self.x, alpha=self._eta)
+        torch.sub(self._v, self._memory["h"].read(), out=self.tensor)
+        self.residual.zero_()
+
+    def after(self) -> None:
+        torch.add(self._memory["mean"].read(), self.tensor, out=self._mean)
+        self.x.copy_(self._mean)
+
+    def commit(self) -> None:
+        assert self.residual is not None
+        self._memory["mean"].write(self._mean)
+        self._memory["h"].write(torch.sub(self._v, self.residual, out=self.residual))
+        if "v" in self._memory:
+            self._memory["v"].write(self._v)

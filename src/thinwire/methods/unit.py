@@ -1,0 +1,197 @@
+"""Units: tensors that are compressed as one flat tensor, and what is remembered of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from thinwire.feedback.base import Feedback
+from thinwire.feedback.vector import Room, Vector
+
+State = dict[str, Tensor]  # what is remembered of one tensor: a flat vector for each part
+
+
+class Unit:
+    """Some tensors as one.
+
+    Where the tensors lie one behind the other in memory, the flat tensor is a view of them;
+    otherwise it is a copy in a room that is filled before an exchange and given back after it.
+
+    Args:
+        names: of the tensors.
+        pieces: the tensors, of one type and device.
+    """
+
+    def __init__(self, names: Sequence[str], pieces: Sequence[Tensor]) -> None:
+        self.names = tuple(names)
+        self.pieces = [piece.detach() for piece in pieces]
+        self._joined = joined(self.pieces)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [piece.numel() for piece in self.pieces]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def flat(self, room: Room, name: str) -> Tensor:
+        """The flat tensor that the exchange works on."""
+        if self._joined is not None:
+            return self._joined
+        first = self.pieces[0]
+        return room.take(f"{name} flat", sum(self.sizes), first.dtype, first.device)
+
+    def fill(self, flat: Tensor) -> None:
+        """Copy the tensors to the flat one, if that is a copy."""
+        if self._joined is None:
+            for part, piece in zip(torch.split(flat, self.sizes), self.pieces, strict=True):
+                part.view(piece.shape).copy_(piece)
+
+    def give_back(self, flat: Tensor) -> None:
+        """Copy the result to the tensors."""
+        if self._joined is None:
+            for part, piece in zip(torch.split(flat, self.sizes), self.pieces, strict=True):
+                piece.copy_(part.view(piece.shape))
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor | None:
+    """One flat view of tensors that lie one behind the other in memory, if they do."""
+    first = pieces[0]
+    total = sum(piece.numel() for piece in pieces)
+    end = first.data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for piece in pieces:
+        if not piece.is_contiguous() or piece.untyped_storage().data_ptr() != storage:
+            return None
+        if piece.numel() and piece.data_ptr() != end:
+            return None
+        end += piece.nbytes
+    return first.as_strided((total,), (1,), first.storage_offset())
+
+
+@dataclass
+class Slab:
+    """What is remembered of a unit: one vector over all its tensors for each part."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    vectors: dict[str, Vector]
+    steps: int = 0
+    fresh: bool = True  # nothing remembered yet
+
+    def committed(self, feedback: Feedback) -> None:
+        """One more step is remembered."""
+        self.steps += 1
+        self.fresh = feedback.resets(self.steps)
+        if self.fresh:
+            for vector in self.vectors.values():
+                vector.zero()
+
+    def matches(self, unit: Unit) -> bool:
+        first = unit.pieces[0]
+        return (
+            self.sizes == tuple(unit.sizes)
+            and self.dtype == first.dtype
+            and all(vector.device == first.device for vector in self.vectors.values())
+        )
+
+    def state(self, name: str) -> State:
+        """A copy of what is remembered of one tensor."""
+        lo, hi = list(pairwise([0, *accumulate(self.sizes)]))[self.names.index(name)]
+        if self.fresh:
+            return {}
+        return {part: vector.read()[lo:hi].clone() for part, vector in self.vectors.items()}
+
+
+@dataclass
+class Slabs:
+    """All that a reducer remembers, by the names of the tensors.
+
+    Tensors may come in other units than before (DDP forms its buckets anew after the first step):
+    what is remembered of each moves to its new unit.
+    """
+
+    feedback: Feedback
+    _by_name: dict[str, Slab] = field(default_factory=dict)
+    _waiting: dict[str, tuple[State, int]] = field(
+        default_factory=dict
+    )  # loaded, not yet asked for
+
+    def of(self, unit: Unit) -> Slab:
+        """The slab of a unit; made anew if its tensors come together for the first time."""
+        found = self._by_name.get(unit.names[0])
+        if found is not None and found.names == unit.names and found.matches(unit):
+            return found
+        known = {name: self._take(name) for name in unit.names}
+        first = unit.pieces[0]
+        numel = sum(unit.sizes)
+        vectors = self.feedback.memory(numel, first.dtype, first.device)
+        for part, vector in vectors.items():
+            values = torch.zeros(numel, dtype=vector.dtype, device=vector.device)
+            for name, place in zip(unit.names, torch.split(values, unit.sizes), strict=True):
+                state = known[name][0]
+                if part in state:
+                    _check_size(name, state[part], place)
+                    place.copy_(state[part])
+            vector.write(values)
+        # A tensor that is new among known ones counts as known, or all would start anew.
+        steps = max(count for _, count in known.values())
+        fresh = not any(state for state, _ in known.values())
+        slab = Slab(unit.names, tuple(unit.sizes), first.dtype, vectors, steps, fresh)
+        for name in unit.names:
+            self._by_name[name] = slab
+        return slab
+
+    def _take(self, name: str) -> tuple[State, int]:
+        if name in self._by_name:
+            slab = self._by_name[name]
+            return slab.state(name), slab.steps
+        return self._waiting.pop(name, ({}, 0))
+
+    def names(self) -> list[str]:
+        return [*self._by_name, *self._waiting]
+
+    def state(self, name: str) -> tuple[State, int]:
+        """A copy of what is remembered of a tensor, and its number of steps."""
+        if name in self._by_name:
+            slab = self._by_name[name]
+            return slab.state(name), slab.steps
+        return self._waiting[name]
+
+    def load(self, states: Mapping[str, tuple[State, int]]) -> None:
+        """Forget all, and remember this when the tensors come."""
+        self._by_name.clear()
+        self._waiting = dict(states)
+
+    def knows(self, unit: Unit) -> bool:
+        """Whether something is remembered of any of its tensors."""
+        return any(
+            name in self._waiting or (name in self._by_name and not self._by_name[name].fresh)
+            for name in unit.names
+        )
+
+    def scale(self, factor: float) -> None:
+        """Multiply all that is remembered."""
+        for slab in {id(slab): slab for slab in self._by_name.values()}.values():
+            for vector in slab.vectors.values():
+                vector.scale(factor)
+        for state, _ in self._waiting.values():
+            for values in state.values():
+                values.mul_(factor)
+
+    def reset(self) -> None:
+        """Start from zero."""
+        self._by_name.clear()
+        self._waiting.clear()
+
+
+def _check_size(name: str, state: Tensor, place: Tensor) -> None:
+    if state.numel() != place.numel():
+        raise ValueError(
+            f"{name} has {place.numel()} elements, but what was remembered of it {state.numel()}: "
+            "the model has changed; call reset() to start anew"
+        )

@@ -1,0 +1,104 @@
+"""What exchanges cost and brought: bytes and seconds, by tensor and in total.
+
+Counting takes a few microseconds an exchange. What would cost passes over the tensors (errors,
+norms) is measured only when asked for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class Ended(Protocol):
+    """An exchange with its account; see `thinwire.collectives.Handle`."""
+
+    account: Any
+
+    def is_completed(self) -> bool: ...
+
+    def exception(self) -> BaseException | None: ...
+
+
+class Named(Protocol):
+    """Tensors that travelled together; see `thinwire.methods.unit.Unit`."""
+
+    names: tuple[str, ...]
+    pieces: Any
+
+
+@dataclass
+class Line:
+    """What one tensor came to.
+
+    Args:
+        steps: times it was exchanged.
+        numel: its elements.
+        bytes_in: what a copy of it takes, for all steps.
+        bytes_sent: its share of what this rank sent, by elements where tensors are compressed
+            together.
+        compressor: with which it travelled last.
+        collective: through which.
+        relative_error: ||p - C(p)|| / ||p|| when last measured, p being what was to be sent.
+    """
+
+    numel: int
+    steps: int = 0
+    bytes_in: int = 0
+    bytes_sent: float = 0.0
+    compressor: str = ""
+    collective: str = ""
+    relative_error: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the tensor for each byte sent."""
+        return self.bytes_in / self.bytes_sent if self.bytes_sent else float("inf")
+
+
+@dataclass
+class Ledger:
+    """The lines of all tensors, and the seconds of all exchanges."""
+
+    lines: dict[str, Line] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    wire_bytes: int = 0
+    exchanges: int = 0
+    _open: list[tuple[Ended, Sequence[Named], str]] = field(default_factory=list)
+
+    def note(self, handle: Ended, units: Sequence[Named], compressor: Any) -> None:
+        """An exchange has begun."""
+        self._open.append((handle, units, str(compressor)))
+        self.fold()
+
+    def add_seconds(self, kind: str, seconds: float) -> None:
+        """Time that went into something."""
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
+
+    def fold(self) -> None:
+        """Book the exchanges that have ended."""
+        running = []
+        for entry in self._open:
+            if not entry[0].is_completed():
+                running.append(entry)
+            elif entry[0].exception() is None:
+                self._book(*entry)
+        self._open = running
+
+    def _book(self, handle: Ended, units: Sequence[Named], compressor: str) -> None:
+        account = handle.account
+        self.exchanges += 1
+        self.bytes_sent += account.bytes_sent
+        self.bytes_received += account.bytes_received
+        self.wire_bytes += account.wire_bytes
+        for kind, seconds in account.seconds.items():
+            self.add_seconds(kind, seconds)
+        named = [(n, p) for unit in units for n, p in zip(unit.names, unit.pieces, strict=True)]
+        total = sum(piece.nbytes for _, piece in named) or 1
+        for name, piece in named:
+            line = self.lines.setdefault(name, Line(piece.numel()))
+            line.steps += 1
+            line.bytes_in += piece.nbytes
+            line.bytes_sent += account.bytes_sent * piece.nbytes / total
+            line.compressor, line.collective = compressor, account.collective

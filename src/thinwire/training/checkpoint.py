@@ -1,0 +1,164 @@
+"""A wire as torch.distributed.checkpoint wants it.
+
+That keeps one copy of what has the same key on all ranks, so each vector is a tensor of [ranks,
+numel] of which every rank holds its own row. All else is numbers in tensors of sizes that follow
+from the model: what is not a tensor would be pickled.
+
+    ranks             [ranks]             1 each
+    run               [4]                 step, seed in two halves, scale as bits
+    tensors           [tensors, 6]        steps, turn, order, unit, place, dense; -1 for none
+    state.PART.NAME   [ranks, numel]      what is remembered
+"""
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from thinwire.training.wire import Wire
+
+HALF = 1 << 32
+
+
+class Checkpoint:
+    """A `Stateful` for torch.distributed.checkpoint; see `Wire.stateful`."""
+
+    def __init__(self, wire: "Wire", path: Any = None) -> None:
+        self._wire = wire
+        self._group = wire._group
+        self._path = path
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is to be saved, and at the same time the places that loading fills."""
+        own = self._wire.state_dict()
+        reducer = own["reducer"]
+        saved = self._saved_ranks()
+        kept = reducer["tensors"]
+        state: dict[str, Any] = {
+            "ranks": self._sharded(torch.ones(1, dtype=torch.int64), saved),
+            "run": torch.tensor([own["step"], *divmod(reducer["seed"], HALF), _bits(own["scale"])]),
+            "tensors": self._table(own),
+        }
+        for part in self._wire.reducer.feedback.parts:
+            for name, parameter in self._wire.remembered().items():
+                wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+                row = kept.get(name, {}).get(part)
+                if row is None:
+                    row = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
+                state[f"state.{part}.{name}"] = self._sharded(row[None], saved)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what was loaded."""
+        wire = self._wire
+        names = list(wire._parameters)
+        table = state["tensors"].tolist()
+        saved = state["ranks"].shape[0]
+        same = saved == dist.get_world_size(self._group)
+        step, high, low, scale = state["run"].tolist()
+        tensors: dict[str, dict[str, Any]] = {}
+        for name, row in zip(names, table, strict=True):
+            if row[0] < 0:
+                continue
+            tensors[name] = {"steps": row[0]}
+            for part in wire.reducer.feedback.parts:
+                local = state[f"state.{part}.{name}"].to_local()
+                tensors[name][part] = local[0].clone() if same else self._mean(local, saved)
+        layout, dense = _layout(names, table)
+        wire.load_state_dict(
+            {
+                "version": 1,
+                "step": step,
+                "scale": _number(scale),
+                "layout": layout,
+                "dense": dense,
+                "reducer": {
+                    "seed": high * HALF + low,
+                    "feedback": str(wire.reducer.feedback),
+                    "turns": {n: row[1] for n, row in zip(names, table, strict=True) if row[1]},
+                    "tensors": tensors,
+                },
+            }
+        )
+
+    def _table(self, own: dict[str, Any]) -> Tensor:
+        places = {
+            name: (i, j, k, int(dense))
+            for i, (order, dense) in enumerate(zip(own["layout"], own["dense"], strict=True))
+            for j, unit in enumerate(order)
+            for k, name in enumerate(unit)
+        }
+        reducer = own["reducer"]
+        rows = []
+        for name in self._wire._parameters:
+            kept = reducer["tensors"].get(name, {})
+            steps = kept["steps"] if len(kept) > 1 else -1
+            turn = reducer["turns"].get(name, 0)
+            rows.append([steps, turn, *places.get(name, (-1, -1, -1, -1))])
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 6)
+
+    def _mean(self, rows: Tensor, saved: int) -> Tensor:
+        """Of the rows of all ranks that saved, which are now spread over those that load."""
+        total = rows.sum(0)
+        dist.all_reduce(total, group=self._group)
+        return total / saved
+
+    def _sharded(self, row: Tensor, saved: int) -> DTensor:
+        """[ranks, ...] of which this rank holds its row; to load, as many rows as were saved."""
+        kind = row.device.type
+        group: Any = dist.group.WORLD if self._group is None else self._group
+        mesh = DeviceMesh.from_group(group, kind)
+        size = mesh.size()
+        if saved == size:
+            return DTensor.from_local(row, mesh, [Shard(0)], run_check=False)
+        each = -(-saved // size)
+        mine = max(0, min(each, saved - each * mesh.get_local_rank()))
+        local = row.new_zeros(mine, *row.shape[1:])
+        shape = torch.Size([saved, *row.shape[1:]])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+        )
+
+    def _saved_ranks(self) -> int:
+        """How many ranks the checkpoint comes from; as many as there are now, if none is given."""
+        if self._path is None:
+            return dist.get_world_size(self._group)
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        entries = FileSystemReader(self._path).read_metadata().state_dict_metadata
+        for key, entry in entries.items():
+            if key == "ranks" or key.endswith(".ranks"):
+                size: int = entry.size[0]  # type: ignore[union-attr]
+                return size
+        raise ValueError(f"{self._path} holds no state of a wire")
+
+
+def _layout(names: list[str], table: list[list[int]]) -> tuple[list[list[list[str]]], list[bool]]:
+    """Orders of units of names, from each name's place."""
+    orders: dict[int, dict[int, dict[int, str]]] = {}
+    dense: dict[int, bool] = {}
+    for name, (_, _, i, j, k, plain) in zip(names, table, strict=True):
+        if i >= 0:
+            orders.setdefault(i, {}).setdefault(j, {})[k] = name
+            dense[i] = bool(plain)
+    layout = [
+        [[unit[k] for k in sorted(unit)] for _, unit in sorted(order.items())]
+        for _, order in sorted(orders.items())
+    ]
+    return layout, [dense[i] for i in sorted(dense)]
+
+
+def _bits(scale: float | None) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", scale or 0.0))[0]
+    return bits
+
+
+def _number(bits: int) -> float | None:
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number or None

@@ -1,0 +1,189 @@
+"""attach: one line that switches compression on for a DDP model."""
+
+import logging
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.collectives.choose import COLLECTIVES
+from thinwire.collectives.start import Timeout, compressor_of
+from thinwire.compressors import Compressor
+from thinwire.feedback import Feedback
+from thinwire.methods.reducer import Reducer
+from thinwire.training.names import parameter_names, unwrapped
+from thinwire.training.planner import Planner
+from thinwire.training.wire import Wire
+
+log = logging.getLogger("thinwire")
+Choice = Compressor | str | None
+SOCKET = "_thinwire_socket"
+
+
+class Socket:
+    """DDP takes one hook for ever: this one asks whether a wire is plugged in."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.wire: Wire | None = None
+
+
+def _hook(
+    socket: Socket,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    if socket.wire is None:
+        return allreduce_hook(socket.group, bucket)
+    return socket.wire.carry(bucket)
+
+
+def attach(
+    model: nn.Module,
+    compressor: Compressor | str | Callable[[str], Choice],
+    *,
+    feedback: Feedback | str = "auto",
+    granularity: str = "bucket",
+    collective: str = "auto",
+    min_numel: int = 1024,
+    exclude: str | Sequence[str] = (),
+    scaler: Any = None,
+    seed: int = 0,
+    max_bytes: int | str | None = None,
+    timeout: Timeout = None,
+    check_every: int = 0,
+    measure_every: int = 100,
+) -> Wire:
+    """Compress what a DistributedDataParallel model exchanges in its backward passes.
+
+    Tensors with fewer than two dimensions, with fewer than `min_numel` elements or excluded travel
+    as they are, together. Compression and communication run on a thread of their own while backward
+    goes on. Errors come out of ``backward()``.
+
+    Args:
+        model: a DistributedDataParallel module without a communication hook (torch.compile around
+            it or inside it is fine).
+        compressor: a compressor, its spec ("topk:0.01"), or a function from a parameter's name to
+            one of these, or to None for what is to travel as it is.
+        feedback: what is remembered of what was left out: "none", "ef14", "ef21", "ef21m:0.1" or an
+            object; "auto" is EF14, or none where nothing is lost or the compressor is unbiased.
+        granularity: "bucket" compresses all tensors of one of DDP's buckets as one, which is
+            faster; "tensor" compresses each by itself.
+        collective, max_bytes, timeout: as for `thinwire.all_reduce`.
+        exclude: patterns of parameter names, as in a shell ("embed*", "*.head.*").
+        scaler: the GradScaler of this model, if there is one: residuals follow its scale and stay
+            as they were in steps that it skips (at the cost of a second copy of the residuals).
+        seed: for compressors that draw random numbers; the same on all ranks.
+        check_every: compare the replicas every so many steps; 0 for never.
+        measure_every: steps between two measurements of the compression error; 0 for never.
+
+    Returns:
+        The wire: `stats`, `summary`, `state_dict`, `load_state_dict`, `detach`.
+
+    Example:
+        model = DistributedDataParallel(net)
+        wire = tw.attach(model, "topk:0.01", feedback="ef14")
+    """
+    ddp = unwrapped(model)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"attach takes a DistributedDataParallel model, got {type(ddp).__name__}: wrap it, or "
+            "average gradients in a loop of your own with tw.Reducer"
+        )
+    if collective not in COLLECTIVES:
+        raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
+    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
+        raise ValueError(f"min_numel must be a number of elements, got {min_numel!r}")
+    for what, value in (("check_every", check_every), ("measure_every", measure_every)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{what} must be a number of steps, 0 for never, got {value!r}")
+    if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+        raise TypeError(f"scaler must be a GradScaler, got {type(scaler).__name__}")
+    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
+    named = parameter_names(ddp)
+    parameters = {name: parameter for parameter, name in named if parameter.requires_grad}
+    choices = _choices(parameters, compressor, min_numel, patterns)
+    used = {choice for choice in choices.values() if choice is not None}
+    group = ddp.process_group
+    reducer = Reducer(
+        min(used, key=str) if used else "none",
+        feedback=feedback,
+        collective=collective,
+        group=group,
+        max_bytes=max_bytes,
+        timeout=timeout,
+        seed=seed,
+    )
+    wire = Wire(
+        reducer,
+        Planner(choices.__getitem__, granularity),
+        {id(parameter): name for parameter, name in named},
+        parameters,
+        group=group,
+        scaler=scaler,
+        check_every=check_every,
+        measure_every=measure_every,
+    )
+    _plug_in(ddp, wire)
+    _tell(parameters, choices)
+    return wire
+
+
+def _choices(
+    parameters: dict[str, nn.Parameter],
+    compressor: Compressor | str | Callable[[str], Choice],
+    min_numel: int,
+    exclude: Sequence[str],
+) -> dict[str, Compressor | None]:
+    """Each tensor's compressor, None for what travels as it is."""
+    unmatched = [p for p in exclude if not any(fnmatchcase(name, p) for name in parameters)]
+    if unmatched:
+        some = ", ".join(list(parameters)[:3])
+        raise ValueError(f"exclude: no parameter is named like {unmatched[0]!r} (there are {some})")
+    fixed = None if callable(compressor) else compressor_of(compressor)
+    found: dict[str, Compressor | None] = {}
+    for name, parameter in parameters.items():
+        small = parameter.dim() < 2 or parameter.numel() < min_numel
+        if small or any(fnmatchcase(name, pattern) for pattern in exclude):
+            found[name] = None
+        elif fixed is not None:
+            found[name] = fixed
+        else:
+            choice = compressor(name)  # type: ignore[operator]
+            found[name] = None if choice is None else compressor_of(choice)
+    return found
+
+
+def _plug_in(ddp: DistributedDataParallel, wire: Wire) -> None:
+    socket: Socket | None = getattr(ddp, SOCKET, None)
+    if socket is None:
+        socket = Socket(wire._group)
+        try:
+            ddp.register_comm_hook(socket, _hook)
+        except RuntimeError as error:
+            if "comm_hook" not in str(error):
+                raise
+            raise ValueError(
+                "this model has a communication hook already, and DDP takes only one: attach to a "
+                "DistributedDataParallel model without one"
+            ) from error
+        setattr(ddp, SOCKET, socket)
+    if socket.wire is not None:
+        raise ValueError("this model has a wire already: call its detach() first")
+    socket.wire = wire
+    wire._socket = socket
+
+
+def _tell(parameters: dict[str, nn.Parameter], choices: dict[str, Compressor | None]) -> None:
+    for choice in sorted({str(c) for c in choices.values()}):
+        own = [parameters[name] for name, c in choices.items() if str(c) == choice]
+        log.info(
+            "%s: %d tensors, %d elements",
+            "as they are" if choice == "None" else choice,
+            len(own),
+            sum(parameter.numel() for parameter in own),
+        )

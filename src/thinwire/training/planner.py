@@ -1,0 +1,81 @@
+"""Which tensors of a bucket travel together, and how.
+
+The plan of a step follows from the buckets alone, so all ranks make the same one.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from thinwire.compressors import Compressor
+
+GRANULARITIES = ("bucket", "tensor")
+DENSE_ENOUGH = 1 << 20  # bytes of dense tensors that are worth an exchange before the last bucket
+
+
+class Piece(NamedTuple):
+    """A tensor as it lies in a bucket."""
+
+    name: str
+    num_bytes: int
+    dtype: torch.dtype
+
+
+class Order(NamedTuple):
+    """One exchange: tensors of a unit are compressed together, None sends them as they are."""
+
+    compressor: Compressor | None
+    units: tuple[tuple[str, ...], ...]
+
+    @property
+    def names(self) -> set[str]:
+        return {name for unit in self.units for name in unit}
+
+
+class Planner:
+    """Plans one step after the other.
+
+    Args:
+        choose: the compressor of a tensor, None to send it as it is.
+        granularity: "bucket" compresses all tensors of a bucket as one, "tensor" each by itself.
+    """
+
+    def __init__(self, choose: Callable[[str], Compressor | None], granularity: str) -> None:
+        if granularity not in GRANULARITIES:
+            known = " or ".join(map(repr, GRANULARITIES))
+            raise ValueError(f"granularity must be {known}, got {granularity!r}")
+        self._choose, self._granularity = choose, granularity
+        self.begin()
+
+    def compressor_of(self, name: str) -> Compressor | None:
+        return self._choose(name)
+
+    def begin(self) -> None:
+        """A new step."""
+        self.orders: list[Order] = []  # of this step, so far
+        self._dense: list[Piece] = []
+
+    def add(self, bucket: list[Piece], last: bool) -> list[Order]:
+        """What is to be sent now that these tensors are there too."""
+        by_compressor: dict[Compressor, list[str]] = {}
+        for piece in bucket:
+            compressor = self._choose(piece.name)
+            if compressor is None:
+                self._dense.append(piece)
+            else:
+                by_compressor.setdefault(compressor, []).append(piece.name)
+        due = [Order(compressor, self._units(names)) for compressor, names in by_compressor.items()]
+        if self._dense and (last or sum(p.num_bytes for p in self._dense) >= DENSE_ENOUGH):
+            by_type: dict[torch.dtype, list[str]] = {}
+            for piece in self._dense:
+                by_type.setdefault(piece.dtype, []).append(piece.name)
+            due.append(Order(None, tuple(map(tuple, by_type.values()))))
+            self._dense = []
+        self.orders += due
+        return due
+
+    def _units(self, names: list[str]) -> tuple[tuple[str, ...], ...]:
+        if self._granularity == "bucket":
+            return (tuple(names),)
+        return tuple((name,) for name in names)
