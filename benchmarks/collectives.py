@@ -13,22 +13,27 @@ candidates on the fast and never on the slow side.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from harness import (
+    Runner,
+    Target,
+    in_lab,
+    on_loopback,
+    run_ranks,
+    sent_bytes,
+    show_targets,
+    write_record,
+)
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.bench.machine import busy, machine, versions
+from thinwire.bench.machine import busy
 from thinwire.bench.sizes import read_size
 
 SLOW = (
@@ -48,15 +53,6 @@ GROWTH = (
     ("quantize:4 twoshot", "quantize:4", "twoshot", False),
     ("topk:0.01 sparse", "topk:0.01", "sparse", False),
 )
-
-
-class Target(NamedTuple):
-    """One target: what, the figure, its bound, and whether it is met."""
-
-    what: str
-    figure: float
-    bound: str
-    met: bool
 
 
 def rank_main(job: dict[str, Any]) -> None:
@@ -115,67 +111,6 @@ def rank_main(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def sent_bytes() -> int:
-    """What this network namespace has sent, on all interfaces but loopback."""
-    total = 0
-    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
-        name, _, rest = line.partition(":")
-        if name.strip() != "lo":
-            total += int(rest.split()[8])
-    return total
-
-
-Runner = Callable[[list[str], Callable[[str], None]], None]
-
-
-def in_lab(hosts: int, link: str, limit: float) -> Runner:
-    """Run on hosts in network namespaces."""
-    from thinwire.lab import Lab
-
-    def run(argv: list[str], on_line: Callable[[str], None]) -> None:
-        with Lab(hosts=hosts, link=link) as lab:
-            lab.run(
-                argv,
-                timeout=limit,
-                on_line=lambda host, stream, line: (
-                    on_line(line) if (host, stream) == (0, "stdout") else None
-                ),
-            )
-
-    return run
-
-
-def on_loopback(ranks: int, limit: float) -> Runner:
-    """Run on plain processes of this machine."""
-
-    def run(argv: list[str], on_line: Callable[[str], None]) -> None:
-        port = 20000 + os.getpid() % 20000
-        common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        common |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        processes = [
-            subprocess.Popen(
-                argv,
-                env={**common, "RANK": str(rank)},
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            output = processes[0].stdout
-            assert output is not None
-            for line in output:
-                on_line(line.rstrip())
-            codes = [process.wait(limit) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            raise RuntimeError(f"ranks ended with exit codes {codes}")
-
-    return run
-
-
 def measure(title: str, run: Runner, job: dict[str, Any], console: Console) -> list[dict[str, Any]]:
     """Rows of medians, one for each candidate."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in job["runs"]}
@@ -183,19 +118,12 @@ def measure(title: str, run: Runner, job: dict[str, Any], console: Console) -> l
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title)
 
-        def on_line(line: str) -> None:
-            if line.startswith("{"):
-                row = json.loads(line)
-                progress.update(
-                    task, description=f"{title}: round {row['turn'] + 1}, {row['name']}"
-                )
-                if row["turn"] >= 0:
-                    found[row["name"]].append(row)
+        def on_row(row: dict[str, Any]) -> None:
+            progress.update(task, description=f"{title}: round {row['turn'] + 1}, {row['name']}")
+            if row["turn"] >= 0:
+                found[row["name"]].append(row)
 
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(job, file)
-            file.flush()
-            run([sys.executable, __file__, "--as-rank", file.name], on_line)
+        run_ranks(run, __file__, job, on_row)
     rows = []
     for name, measured in found.items():
         keys = [key for key in measured[0] if key not in ("name", "turn")]
@@ -305,27 +233,11 @@ def main() -> int:
             found[ranks] = measure(f"{ranks} ranks", on_loopback(ranks, 600), less, console)
         record["growth"] = {str(ranks): rows for ranks, rows in found.items()}
         targets += growth_targets(found)
-    table = Table(title="targets")
-    for column in ("what", "figure", "target", ""):
-        table.add_column(column, justify="right" if column == "figure" else "left")
-    for target in targets:
-        table.add_row(
-            target.what, f"{target.figure:.3f}", target.bound, "met" if target.met else "MISSED"
-        )
-    console.print(table)
+    show_targets(console, targets)
     if options.out:
         settings = {k: v for k, v in vars(options).items() if k not in ("out", "as_rank")}
-        document = {
-            "schema": "thinwire.collectives/1",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine()._asdict(),
-            "versions": versions(),
-            "settings": settings,
-            "notes": [note] if note else [],
-            "measured": record,
-            "targets": [target._asdict() for target in targets],
-        }
-        options.out.write_text(json.dumps(document, indent=2) + "\n")
+        notes = [note] if note else []
+        write_record(options.out, "thinwire.collectives/1", settings, notes, record, targets)
         console.print(f"written: {options.out}")
     return 0
 

@@ -11,8 +11,12 @@ import pytest
 import thinwire as tw
 
 ROOT = Path(__file__).parent.parent
-ROOM = importlib.import_module("thinwire.compressors")
-MODULES = [module.name for module in pkgutil.iter_modules(ROOM.__path__)]
+ROOMS = ("compressors", "collectives", "feedback", "methods", "training", "workloads")
+MODULES = [
+    f"thinwire.{room}.{module.name}"
+    for room in ROOMS
+    for module in pkgutil.iter_modules(importlib.import_module(f"thinwire.{room}").__path__)
+]
 
 
 def test_readme_example_runs(capsys):
@@ -25,8 +29,7 @@ def test_readme_example_runs(capsys):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
-    module = importlib.import_module(f"thinwire.compressors.{name}")
-    failed, _ = doctest.testmod(module)
+    failed, _ = doctest.testmod(importlib.import_module(name))
     assert failed == 0
 
 

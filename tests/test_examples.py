@@ -1,6 +1,7 @@
 """The examples run as their first lines say."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def torchrun(ranks: int, name: str) -> str:
+def torchrun(ranks: int, name: str, *arguments: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(EXAMPLES / name)]
+    command += ["--nproc-per-node", str(ranks), str(EXAMPLES / name), *arguments]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -34,6 +35,23 @@ def test_pipeline_learns():
     output = torchrun(2, "pipeline.py")
     first, last = (float(line.rsplit(" ", 1)[1]) for line in output.strip().splitlines())
     assert last < first / 100
+
+
+def test_ddp_learns_and_resumes(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    output = torchrun(2, "ddp.py", "--steps", "21", "--save", folder)
+    losses = re.findall(r"step (\d+): loss ([\d.]+)", output)
+    assert [int(step) for step, _ in losses] == [1, 11, 21]
+    assert float(losses[-1][1]) < float(losses[0][1])
+    assert "topk:0.01" in output and "total of 21 steps" in output
+    output = torchrun(2, "ddp.py", "--steps", "1", "--resume", folder)
+    assert "step 22: loss" in output
+
+
+def test_own_loop_finds_the_answer():
+    output = torchrun(2, "own_loop.py")
+    # Exact targets: gradient descent converges to float32 accuracy.
+    assert float(output.rsplit(" ", 1)[1]) < 1e-5
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -4,9 +4,23 @@ Counting takes a few microseconds an exchange. What would cost passes over the t
 norms) is measured only when asked for.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import torch.autograd.profiler as profiler
+
+
+def span(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range ``thinwire::name`` for torch's profiler, if one is running.
+
+    Exchanges run on a thread of their own: the profiler sees its ranges with
+    ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
+    """
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(f"thinwire::{name}")
+    return contextlib.nullcontext()
 
 
 class Ended(Protocol):

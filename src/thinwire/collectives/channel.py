@@ -42,6 +42,7 @@ class Channel:
         self._link: Link | None = None
         self._end: float | None = None  # when to give up, once that is known
         self._lost: str | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
@@ -65,6 +66,12 @@ class Channel:
     def join(self, timeout: float) -> None:
         """Wait for the thread."""
         self._thread.join(timeout)
+
+    def stream(self, device: torch.device) -> "torch.cuda.Stream":
+        """The stream that this channel's work on a CUDA device runs on."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
 
     def _given_up(self) -> bool:
         return self._end is not None and time.monotonic() > self._end

@@ -60,15 +60,17 @@ class Session:
         )
 
         def run(link: Link, limit: timedelta) -> None:
-            if ready is not None:
-                torch.cuda.current_stream(self.device).wait_event(ready)
-            try:
-                job(Talk(link, limit, call, handle.account, self.device))
-            except Exception as error:
-                error.add_note(f"in {handle!r} on rank {self._who}")
-                raise
-            if ready is not None:
-                torch.cuda.current_stream(self.device).synchronize()
+            # The thread's own stream, so that what the caller goes on with runs beside it.
+            with torch.cuda.stream(channel.stream(self.device) if ready is not None else None):
+                if ready is not None:
+                    torch.cuda.current_stream(self.device).wait_event(ready)
+                try:
+                    job(Talk(link, limit, call, handle.account, self.device))
+                except Exception as error:
+                    error.add_note(f"in {handle!r} on rank {self._who}")
+                    raise
+                if ready is not None:
+                    torch.cuda.current_stream(self.device).synchronize()
 
         channel = self.channel
         # An error that somebody keeps must not keep the group: torch crashes when the interpreter

@@ -71,7 +71,10 @@ def dense(talk: Talk, work: Work, op: Any) -> None:
     with talk.preparing():
         backup = talk.link.room(part.x).copy_(part.x)
     talk.meet()
+    first, last = _weights(part.x.dtype, work.weight)
     try:
+        if first != 1:
+            part.x.mul_(first)
         total = talk.reduce(part.x, op)
     except BaseException:
         part.x.copy_(backup)
@@ -79,20 +82,30 @@ def dense(talk: Talk, work: Work, op: Any) -> None:
     with talk.clock("decode"):
         if total.data_ptr() != part.x.data_ptr():
             part.x.copy_(total)
-        if work.weight != 1:
-            part.x.mul_(work.weight)
+        if last != 1:
+            part.x.mul_(last)
 
 
 def _pooled_dense(talk: Talk, work: Work, op: Any) -> None:
     with talk.preparing():
         rooms = _pooled([part.x for part in work.parts])
     talk.meet()
-    totals = {dtype: talk.reduce(room, op) for dtype, room in rooms.items()}
+    totals = {}
+    for dtype, room in rooms.items():
+        first, _ = _weights(dtype, work.weight)
+        totals[dtype] = talk.reduce(room.mul_(first) if first != 1 else room, op)
     with talk.clock("decode"):
         for part in work.parts:
             pool = totals[part.x.dtype]
             total, totals[part.x.dtype] = pool.tensor_split([part.x.numel()])
-            torch.mul(total, work.weight, out=part.x) if work.weight != 1 else part.x.copy_(total)
+            _, last = _weights(part.x.dtype, work.weight)
+            torch.mul(total, last, out=part.x) if last != 1 else part.x.copy_(total)
+
+
+def _weights(dtype: torch.dtype, weight: float) -> tuple[float, float]:
+    """What to multiply with before and after the sum: an average of float16 fits where the sum may
+    not."""
+    return (weight, 1.0) if dtype == torch.float16 else (1.0, weight)
 
 
 def _values(payload: Payload) -> Tensor:

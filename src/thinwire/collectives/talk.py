@@ -20,6 +20,7 @@ from thinwire.collectives.handle import Account
 from thinwire.collectives.link import Link
 from thinwire.collectives.message import aligned, padded
 from thinwire.errors import MismatchError, PeerError
+from thinwire.telemetry import span
 
 MAGIC = 0x7468696E77697265
 FIELDS = 8  # numbers that every meeting has room for, besides one for each member
@@ -71,7 +72,8 @@ class Talk:
         """Add the time of a block to the account."""
         start = time.perf_counter()
         try:
-            yield
+            with span(kind):
+                yield
         finally:
             seconds = self.account.seconds
             seconds[kind] = seconds.get(kind, 0.0) + time.perf_counter() - start

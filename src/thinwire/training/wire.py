@@ -21,6 +21,7 @@ from thinwire.collectives.handle import Handle
 from thinwire.feedback import EF14
 from thinwire.methods.reducer import DENSE, Exchange, Reducer
 from thinwire.methods.unit import Unit
+from thinwire.telemetry import span
 from thinwire.training.measure import Measurer
 from thinwire.training.planner import Order, Piece, Planner
 from thinwire.training.replicas import start_check
@@ -179,7 +180,8 @@ class Wire:
 
     def _send(self, order: Order) -> None:
         units = [Unit(names, [self._arrived[name] for name in names]) for names in order.units]
-        measured = self._measure_every and (self.step - 1) % self._measure_every == 0
+        # Not the first step, which may be special (EF21 sends it uncompressed).
+        measured = self._measure_every and (self.step - 2) % self._measure_every == 0
         self._exchanges.append(
             self.reducer.start(
                 units,
@@ -202,11 +204,12 @@ class Wire:
 
     def _finish(self) -> None:
         begin = time.perf_counter()
-        for handle in [*(exchange.handle for exchange in self._exchanges), *self._checks]:
-            handle.ended()
-            error = handle.exception()
-            if error is not None:
-                self._errors.append(error)
+        with span("wait"):
+            for handle in [*(exchange.handle for exchange in self._exchanges), *self._checks]:
+                handle.ended()
+                error = handle.exception()
+                if error is not None:
+                    self._errors.append(error)
         ledger = self.reducer.ledger
         ledger.add_seconds("waiting", time.perf_counter() - begin)
         ledger.fold()
@@ -321,6 +324,8 @@ class Wire:
                 raise ValueError(f"the state has a parameter {unknown[0]!r}, the model has not")
             compressor = None if dense else self._planner.compressor_of(names[0][0])
             orders.append(Order(compressor, names))
+        if {name for order in orders for name in order.names} != self._parameters.keys():
+            return []  # taken before the first step, or of another model: plan anew
         return orders
 
     def remembered(self) -> dict[str, Tensor]:

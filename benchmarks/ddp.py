@@ -1,0 +1,226 @@
+"""What the DDP hook costs, and whether compression and communication hide behind backward.
+
+    python benchmarks/ddp.py [--only overhead|pipeline] [--rounds 9]
+                             [--out benchmarks/records/NAME.json]
+
+Overhead: 2 ranks on loopback, the same model in plain DDP and with `attach(model, "none")`, which
+take turns; a step is forward, backward and the optimizer's step.
+
+Pipeline: 2 hosts in network namespaces. First backward alone is timed (under no_sync) and the bytes
+of a step are counted; then the links get the rate at which those bytes take as long as backward.
+On that network: backward alone, exchange alone, one after the other, and both at a time, which is
+what the hook does. With n buckets of equal size, the first of which is ready after 1/n of backward
+and the last of which leaves after all of it, both at a time take 1 + 1/n at best.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import Target, in_lab, on_loopback, run_ranks, show_targets, write_record
+from rich.console import Console
+
+from thinwire.bench.machine import busy
+
+LAYERS, WIDTH = 12, 768
+BUCKET_MB = WIDTH * WIDTH * 4 / 2**20
+
+
+def network(batch: int) -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    return nn.Sequential(*layers), torch.randn(batch, WIDTH)
+
+
+def slowest(seconds: float) -> float:
+    """The longest time of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+def timed(work: Callable[[], object]) -> float:
+    import torch.distributed as dist
+
+    dist.barrier()
+    begin = time.perf_counter()
+    work()
+    return slowest(time.perf_counter() - begin)
+
+
+def rank_overhead(job: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import thinwire as tw
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    models = {}
+    for name in ("plain DDP", "attach none", "attach none, telemetry off"):
+        net, x = network(job["batch"])
+        model = DistributedDataParallel(net)
+        if name != "plain DDP":
+            tw.attach(model, "none", measure_every=0 if "off" in name else 100)
+        models[name] = (model, torch.optim.SGD(model.parameters(), lr=1e-3), x)
+
+    def step(name: str) -> None:
+        model, optimizer, x = models[name]
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for turn in range(-2, job["rounds"]):  # the first two rebuild buckets and connect
+        for name in models:
+            seconds = min(timed(lambda name=name: step(name)) for _ in range(3))
+            if dist.get_rank() == 0 and turn >= 0:
+                print(json.dumps({"name": name, "seconds": seconds}), flush=True)
+    dist.destroy_process_group()
+
+
+def rank_pipeline(job: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import thinwire as tw
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    net, x = network(job["batch"])
+    model = DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB)
+    wire = tw.attach(
+        model, job["compressor"], feedback="ef14", measure_every=0, collective="gather"
+    )
+    alone = tw.Reducer(job["compressor"], feedback="ef14", collective="gather")
+    groups = [[p] for p in net.parameters() if p.dim() == 2][::-1]
+
+    def backward() -> None:
+        with model.no_sync():
+            loss = model(x).square().mean()
+        dist.barrier()
+        begin = time.perf_counter()
+        with model.no_sync():
+            loss.backward()
+        took.append(time.perf_counter() - begin)
+
+    def hooked() -> None:
+        loss = model(x).square().mean()
+        dist.barrier()
+        begin = time.perf_counter()
+        loss.backward()
+        took.append(time.perf_counter() - begin)
+
+    def exchange() -> None:
+        dist.barrier()
+        begin = time.perf_counter()
+        handles = [
+            alone.average({str(i): p.grad for p in group}, async_op=True)
+            for i, group in enumerate(groups)
+        ]
+        tw.wait_all(handles)
+        took.append(time.perf_counter() - begin)
+
+    took: list[float] = []
+    parts = {"backward": backward, "both at a time": hooked, "exchange": exchange}
+    for turn in range(-3, job["rounds"]):
+        for name, work in parts.items():
+            model.zero_grad(set_to_none=name != "exchange")
+            if name == "exchange":
+                for p in net.parameters():
+                    p.grad = torch.randn_like(p)
+            took.clear()
+            work()
+            seconds = slowest(took[0])
+            if dist.get_rank() == 0 and turn >= 0:
+                print(json.dumps({"name": name, "seconds": seconds}), flush=True)
+    if dist.get_rank() == 0:
+        total = wire.stats()["total"]
+        row = {"name": "bytes", "seconds": total["wire_bytes"] / wire.step}
+        print(json.dumps(row), flush=True)
+        for kind, seconds in wire.stats()["seconds"].items():
+            row = {"name": f"hook: {kind}", "seconds": seconds / wire.step}
+            print(json.dumps(row), flush=True)
+    dist.destroy_process_group()
+
+
+def medians(run: Any, job: dict[str, Any]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+
+    def on_row(row: dict[str, Any]) -> None:
+        found.setdefault(row["name"], []).append(row["seconds"])
+
+    run_ranks(run, __file__, job, on_row)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("overhead", "pipeline"), help="one part alone")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds to take the median of (9)")
+    parser.add_argument("--batch", type=int, default=512, help="rows of a batch (512)")
+    parser.add_argument("--compressor", default="quantize:8", help="of the pipeline (quantize:8)")
+    parser.add_argument("--out", type=Path, help="write a JSON record here")
+    options = parser.parse_args()
+    if options.as_rank:
+        job = json.loads(Path(options.as_rank).read_text())
+        {"overhead": rank_overhead, "pipeline": rank_pipeline}[job["part"]](job)
+        return 0
+    console = Console()
+    note = busy()
+    if note:
+        console.print(note)
+    record: dict[str, Any] = {}
+    targets: list[Target] = []
+    base = {"rounds": options.rounds, "batch": options.batch, "compressor": options.compressor}
+    if options.only in (None, "overhead"):
+        with console.status("overhead on loopback"):
+            found = medians(on_loopback(2, 600), {**base, "part": "overhead", "batch": 128})
+        record["overhead"] = found
+        for name, seconds in found.items():
+            console.print(f"{name}: {1e3 * seconds:.1f} ms a step")
+        over = found["attach none"] / found["plain DDP"]
+        targets.append(Target.at_most("attach none: a step over plain DDP", over, 1.15))
+    if options.only in (None, "pipeline"):
+        with console.status("backward and bytes, to choose the link"):
+            free = medians(on_loopback(2, 600), {**base, "part": "pipeline", "rounds": 3})
+        rate = 8 * free["bytes"] / free["backward"]
+        link = f"{rate / 1e6:.1f}mbit"
+        with console.status(f"pipeline on links of {link}"):
+            found = medians(in_lab(2, link, 1200), {**base, "part": "pipeline"})
+        record["pipeline"] = {"link": link, **found}
+        for name, value in found.items():
+            unit = f"{value / 1e6:.2f} MB a step" if name == "bytes" else f"{1e3 * value:.1f} ms"
+            console.print(f"{name}: {unit}")
+        longer = max(found["backward"], found["exchange"])
+        after = (found["backward"] + found["exchange"]) / longer
+        console.print(f"links of {link}; one after the other: {after:.2f}x of the longer")
+        both = found["both at a time"] / longer
+        record["pipeline"]["one after the other / longer"] = after
+        targets.append(Target.at_most("both at a time over the longer one", both, 1.25))
+    show_targets(console, targets)
+    if options.out:
+        settings = {k: v for k, v in vars(options).items() if k not in ("out", "as_rank")}
+        notes = [note] if note else []
+        write_record(options.out, "thinwire.ddp/1", settings, notes, record, targets)
+        console.print(f"written: {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

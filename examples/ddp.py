@@ -1,0 +1,69 @@
+"""A plain DDP script with one line more.
+
+    torchrun --standalone --nproc-per-node 2 examples/ddp.py
+    torchrun --standalone --nproc-per-node 2 examples/ddp.py --compressor none
+
+Trains a small convolutional network on Fashion-MNIST (a part of it ships with thinwire) and prints
+what travelled. Stop it at any time: `--save` writes a checkpoint at the end, `--resume` goes on
+from it as if it had never stopped.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from thinwire.workloads import Images
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compressor", default="topk:0.01")
+    parser.add_argument("--feedback", default="ef14")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save", type=Path, help="folder for a checkpoint")
+    parser.add_argument("--resume", type=Path, help="folder with a checkpoint")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    task = Images(per_class=300, test_per_class=100)
+    model = DistributedDataParallel(task.model(seed=0))
+    wire = tw.attach(model, options.compressor, feedback=options.feedback)  # the one line
+    optimizer = task.optimizer(model)
+    if options.resume:
+        # Every rank has its own: residuals differ.
+        state = torch.load(options.resume / f"rank{rank}.pt", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        wire.load_state_dict(state["wire"])
+
+    for step, batch in zip(range(options.steps), task.batches(rank, world), strict=False):
+        optimizer.zero_grad()
+        loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and step % 10 == 0:
+            print(f"step {wire.step}: loss {loss.item():.3f}", flush=True)
+
+    tw.check_replicas(model)
+    if options.save:
+        options.save.mkdir(parents=True, exist_ok=True)
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "wire": wire.state_dict(),
+        }
+        torch.save(state, options.save / f"rank{rank}.pt")
+    if rank == 0:
+        print(f"test accuracy {task.evaluate(model.module):.1f} %")
+        print(wire.summary())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What a workload is: a model, its data cut into shards, and a measure of how well it went."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from thinwire.workloads import shards
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Workload(ABC):
+    """A training task that a rank can take its share of.
+
+    With one thread (`torch.set_num_threads(1)`) everything follows from the seeds, bit for bit; the
+    global random generator is neither read nor moved.
+
+    Example:
+        >>> from thinwire.workloads import Images
+        >>> task = Images(batch_size=8, width=4)
+        >>> model = task.model(seed=0)
+        >>> optimizer = task.optimizer(model)
+        >>> schedule = task.schedule(optimizer, steps=2)
+        >>> for _, batch in zip(range(2), task.batches(rank=0, world=4, seed=0)):
+        ...     optimizer.zero_grad()
+        ...     task.loss(model, batch).backward()
+        ...     optimizer.step()
+        ...     schedule.step()
+        >>> 0 < task.evaluate(model) < 100
+        True
+    """
+
+    name: ClassVar[str]
+    metric: ClassVar[str]  # what evaluate() returns, with its unit
+    higher_is_better: ClassVar[bool]
+    default_steps: ClassVar[int]
+    warmup: ClassVar[float] = 0.1  # share of the steps in which the learning rate rises
+
+    batch_size: int  # of one rank
+
+    def model(self, seed: int = 0) -> nn.Module:
+        """A fresh model: all ranks that give the same seed get the same one."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.build()
+
+    def batches(self, rank: int = 0, world: int = 1, seed: int = 0) -> Iterator[Batch]:
+        """Endless batches of a rank: an epoch after the other, each in a new order.
+
+        In an epoch no sample comes twice, on whatever rank. What all ranks take in a step is what
+        one rank of `world` times the batch size would: the world's size changes no average.
+        """
+        shards.check(self.batch_size, rank, world)
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            inputs, targets = self.epoch(generator)
+            for chosen in shards.epoch(len(inputs), self.batch_size, rank, world, generator):
+                yield inputs[chosen], targets[chosen]
+
+    def schedule(self, optimizer: Optimizer, steps: int) -> LambdaLR:
+        """Up to the optimizer's learning rate in the first tenth, then down to zero, in lines."""
+        rising = max(1, round(steps * self.warmup))
+        falling = max(1, steps - rising)
+
+        def factor(step: int) -> float:
+            return min((step + 1) / rising, max(0.0, (steps - step) / falling))
+
+        return LambdaLR(optimizer, factor)
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """A model whose weights come from the global generator; `model` seeds it."""
+
+    @abstractmethod
+    def epoch(self, generator: torch.Generator) -> Batch:
+        """All inputs and targets of one epoch, not yet shuffled."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss over a batch."""
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """What the task is trained with."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> float:
+        """The metric over the test data."""
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No gradients, and the model in the mode for it; afterwards as it was."""
+    before = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(before)
