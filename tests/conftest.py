@@ -1,9 +1,16 @@
 """What all tests share: two threads, repeatable Hypothesis examples, no network."""
 
+import os
 import socket
 
 import hypothesis
 import pytest
+
+# Threads of torch that wait for each other in a loop take the processor from the one they wait for
+# when the machine has other work: tests with two of them took three times as long. Read when torch
+# is loaded, so set before.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 hypothesis.settings.register_profile(

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -41,6 +42,7 @@ class Task(NamedTuple):
     rank: int
     size: int
     store: str  # the path of a FileStore, or host:port of a TCPStore
+    among_us: bool  # all ranks of the group are tasks like this
 
 
 class Outcome(NamedTuple):
@@ -98,7 +100,7 @@ class Ranks:
         count = ranks or self.size
         store = store or f"{self._directory.name}/{self._tasks}"
         for i, pipe in enumerate(self._pipes[:count]):
-            task = Task(function, args, first + i, first + count, store)
+            task = Task(function, args, first + i, first + count, store, among_us=first == 0)
             # Not pipe.send: with torch loaded that hands tensors over in shared memory, which a
             # killed rank takes along. Both ends of the pipe are processes of this test run.
             pipe.send_bytes(pickle.dumps(task))
@@ -207,6 +209,8 @@ def _carry_out(task: Task) -> Outcome:
             world_size=task.size,
             timeout=timedelta(seconds=PATIENCE),
         )
+        if task.among_us:  # or one may be done and gone while another still connects
+            dist.barrier()
         return Outcome(task.function(*task.args))
     except BaseException:
         return Outcome(error=traceback.format_exc())
@@ -224,9 +228,15 @@ def _store(task: Task) -> Any:
 
 
 def _warm() -> None:
-    """Load, or compile, every kernel that the rows use: forked processes have them then."""
+    """Load, or compile, every kernel that the rows use: forked processes have them then.
+
+    What is there by then stays: no process need look for garbage in it, which takes 0.15 s.
+    """
     torch.set_num_threads(1)
     importlib.import_module("tensors")  # the tests will want it
+    # What DDP and its checkpoints import when first used: seconds, in each process anew otherwise.
+    for name in ("torch._dynamo", "thinwire.training.checkpoint", "torch.distributed.checkpoint"):
+        importlib.import_module(name)
     from rows import ROWS
 
     import thinwire as tw
@@ -238,7 +248,12 @@ def _warm() -> None:
                 payload = tw.unpack(tw.pack(c.encode(x, residual=r, key=tw.Key())))
                 c.accumulate([payload, payload], torch.zeros_like(x))
                 c.decode(payload)
+    gc.collect()
+    gc.freeze()
 
 
 if os.environ.pop(ZYGOTE, None):
-    _warm()
+    try:
+        _warm()
+    except ImportError as error:  # the server would pass over it, and all processes start cold
+        raise RuntimeError("the server of test processes cannot load what it should") from error

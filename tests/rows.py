@@ -3,7 +3,8 @@
 A new compressor needs one row here; the laws in test_contract.py and test_kernels.py then hold it.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import thinwire as tw
@@ -43,6 +44,15 @@ def top(ratio: float) -> Callable[[int], float]:
 def block(size: float) -> Callable[[int], float]:
     """Rounding moves no element further than to zero, and the largest of each block hardly."""
     return lambda d: 1 / min(size, d)
+
+
+def meetings(cases: Iterable[tuple]) -> set[tuple]:
+    """All pairs of choices that meet in some case, each with the number of its field.
+
+    Where a product of rows, sizes and types would be too long, a test takes some cases of it, and
+    makes sure that they have the meetings of all.
+    """
+    return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
 
 
 INFINITE = float("inf")

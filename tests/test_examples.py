@@ -1,19 +1,29 @@
-"""The examples run as their first lines say."""
+"""The examples run as their first lines say.
 
+One of them under torchrun itself, which imports torch three times; the others in processes that
+have it already, with the environment that torchrun would give them.
+"""
+
+import contextlib
+import io
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import ranks
+import torch.distributed as dist
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def torchrun(ranks: int, name: str, *arguments: str) -> str:
+def torchrun(processes: int, name: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(EXAMPLES / name), *arguments]
+    command += ["--nproc-per-node", str(processes), str(EXAMPLES / name)]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -25,6 +35,28 @@ def torchrun(ranks: int, name: str, *arguments: str) -> str:
     return done.stdout
 
 
+def on_example(name: str, arguments: tuple[str, ...], port: int) -> str:
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        for variable, value in {
+            **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        }.items():
+            patch.setenv(variable, value)
+        patch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return said.getvalue()
+
+
+def started(processes: int, name: str, *arguments: str) -> str:
+    """What an example printed on all ranks."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    return "".join(ranks.run(on_example, name, arguments, port, ranks=processes, seconds=100))
+
+
 def test_all_reduce_loses_nothing():
     output = torchrun(2, "all_reduce.py")
     lost = float(output.rsplit("to ", 1)[1])
@@ -32,24 +64,25 @@ def test_all_reduce_loses_nothing():
 
 
 def test_pipeline_learns():
-    output = torchrun(2, "pipeline.py")
+    output = started(2, "pipeline.py")
     first, last = (float(line.rsplit(" ", 1)[1]) for line in output.strip().splitlines())
     assert last < first / 100
 
 
 def test_ddp_learns_and_resumes(tmp_path):
     folder = str(tmp_path / "checkpoint")
-    output = torchrun(2, "ddp.py", "--steps", "21", "--save", folder)
+    output = started(2, "ddp.py", "--steps", "21", "--save", folder)
     losses = re.findall(r"step (\d+): loss ([\d.]+)", output)
     assert [int(step) for step, _ in losses] == [1, 11, 21]
     assert float(losses[-1][1]) < float(losses[0][1])
-    assert "topk:0.01" in output and "total of 21 steps" in output
-    output = torchrun(2, "ddp.py", "--steps", "1", "--resume", folder)
+    assert "topk:0.01" in output
+    assert "total of 21 steps" in output
+    output = started(2, "ddp.py", "--steps", "1", "--resume", folder)
     assert "step 22: loss" in output
 
 
 def test_own_loop_finds_the_answer():
-    output = torchrun(2, "own_loop.py")
+    output = started(2, "own_loop.py")
     # Exact targets: gradient descent converges to float32 accuracy.
     assert float(output.rsplit(" ", 1)[1]) < 1e-5
 

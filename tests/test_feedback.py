@@ -8,10 +8,12 @@ checked there, law by law.
 import functools
 import gc
 import io
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,9 +39,11 @@ from thinwire.telemetry import Ledger
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
 N = 301  # no multiple of 2, 3 or 4, and more than one block of 256
-STEPS = 8
+STEPS = 6
 SIZES = (2, 3, 4)
-TIMEOUT = 30.0  # of calls that should not wait for anybody
+TIMEOUT = 60.0  # of calls that should not wait for anybody
+LONG = 400.0  # seconds for hundreds of calls when the machine is busy
+HEAD_START = 0.2  # seconds: long enough for the others to have made two calls
 TINY = 1e-37  # below it, bfloat16 and scales round more coarsely than their eps says
 
 
@@ -115,7 +119,6 @@ EF14_CASES = [
     Case("ef14:storage=bf16", "topk:0.05", "gather", 3),
     Case("ef14:storage=int8", "topk:0.05", "twoshot", 2),
     Case("ef14:storage=host", "topk:0.05", "gather", 2),
-    Case("ef14", "topk:0.05", "gather", 2),
     Case("ef14:storage=bf16", "randomk:0.25,shared=true", "summable", 2, torch.float64),
     Case("ef14:storage=int8", "randomk:0.25,shared=true", "summable", 2, torch.bfloat16),
 ]
@@ -136,9 +139,8 @@ EF21_CASES = [
 ]
 BY_HAND = [
     *(
-        Case(feedback, "topk:0.1", "gather", size, whole=True)
-        for feedback in ("ef14", "ef14:0.5,reset=5", "ef21:reset=3", "ef21m:0.5", "ef21m:1.0")
-        for size in (2, 4)
+        Case(feedback, "topk:0.1", "gather", 2 + 2 * (i % 2), whole=True)
+        for i, feedback in enumerate(("ef14:0.5,reset=5", "ef14", "ef21:reset=3", "ef21m:0.5"))
     ),
     *(
         Case(feedback, "topk:0.1", "gather", 3, torch.float64)
@@ -153,7 +155,7 @@ def sweep(size: int) -> dict[Case, tuple[list[Step] | str, ...]]:
     """All cases of a size, as they went on each rank."""
     every = dict.fromkeys([*EF14_CASES, *EF21_CASES, *BY_HAND, *TWINS])
     cases = [case for case in every if case.size == size]
-    done = ranks.run(on_cases, cases, ranks=size)
+    done = ranks.run(on_cases, cases, ranks=size, seconds=LONG)
     return dict(zip(cases, zip(*done, strict=True), strict=True))
 
 
@@ -165,11 +167,8 @@ def of(case: Case) -> list[list[Step]]:
 
 
 def over(cases: list[Case]) -> Any:
-    """A test for each case; those that run into a known fault say so."""
-    broken = pytest.mark.xfail(strict=True, reason="the dense start cannot go through 'sparse'")
-    marks = [broken if c in EF21_CASES and c.collective == "sparse" else () for c in cases]
-    params = [pytest.param(c, id=str(c), marks=m) for c, m in zip(cases, marks, strict=True)]
-    return pytest.mark.parametrize("case", params)
+    """A test for each case."""
+    return pytest.mark.parametrize("case", cases, ids=map(str, cases))
 
 
 @over([*EF14_CASES, *EF21_CASES])
@@ -199,8 +198,10 @@ def exchanged(case: Case, mass: Tensor, own: torch.dtype, total: Tensor) -> Tens
     if case.collective == "summable":
         wire = torch.finfo(torch.bfloat16 if case.spec == "cast:bf16" else own).eps
     half = (10 + case.size) / 2 * eps + case.size / 2 * wire
-    # Below float16's normal numbers a rounding is half of the smallest number.
-    return half * mass + torch.finfo(own).eps / 2 * total.abs() + case.size * 2.0**-24 * (eps > 0)
+    info = torch.finfo(own)
+    # Below the normal numbers a rounding is half of the smallest number.
+    least = case.size * info.smallest_normal * info.eps
+    return half * mass + info.eps / 2 * total.abs() + least
 
 
 def kept_within(case: Case, values: Tensor) -> Tensor:
@@ -244,7 +245,7 @@ def test_host_memory_changes_nothing():
     here, there = (
         of(Case(feedback, "topk:0.05", "gather", 2)) for feedback in ("ef14", "ef14:storage=host")
     )
-    for a, b in zip(sum(here, []), sum(there, []), strict=True):
+    for a, b in zip(chain(*here), chain(*there), strict=True):
         assert same(a.x, b.x)
         assert same(a.memory["residual"], b.memory["residual"])
 
@@ -274,7 +275,7 @@ def on_descent(feedback: str, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]
 
 def test_ef14_follows_the_uncompressed_trajectory_and_without_it_all_is_lost():
     steps, best = 60, torch.tensor([0.0] * 2 + [1.0] * 8)
-    done = ranks.run(on_descent, "ef14", steps, ranks=2)
+    done = ranks.run(on_descent, "ef14", steps, ranks=2, seconds=LONG)
     dense = torch.zeros(10, dtype=torch.float64)
     for t, ((g0, e0, x), (g1, e1, _)) in enumerate(zip(*done, strict=True)):
         dense -= RATE * (g0.double() + g1.double()) / 2
@@ -286,7 +287,7 @@ def test_ef14_follows_the_uncompressed_trajectory_and_without_it_all_is_lost():
         assert (shifted - dense).abs().max() <= bound, t
     assert (done[0][-1][2] - best).norm() < best.norm() / 2
     # The control: each rank's largest two elements cancel out, and no other is ever sent.
-    for found in ranks.run(on_descent, "none", steps, ranks=2):
+    for found in ranks.run(on_descent, "none", steps, ranks=2, seconds=LONG):
         assert all(not x.any() for _, _, x in found)
 
 
@@ -310,10 +311,9 @@ def test_ef21_mean_is_the_mean_of_all_h(case):
         left = sum(p.abs() + q.abs() for p, q in zip(v, h, strict=True))
         mass = change + left + size * (mean - old_mean).abs()
         bound += exchanged(case, mass, real_of(case.dtype), mean * 0) / size
-        # v - h, v - r and the sum in H are rounded once each; then all is rounded to be kept, v too.
+        # v - h, v - r and the sum in H are rounded once each; then what is kept is.
         bound += real.eps / 2 * ((change + sum(q.abs() for q in h)) / size + mean.abs())
         bound += kept_within(case, mean) + sum(kept_within(case, q) for q in h) / size
-        bound += sum(kept_within(case, p) for p in v) / size * real.eps
         assert within(mean - sum(h) / size, bound), t
         assert within(done[0][t].x.double() - mean, kept_within(case, mean) + half_of(case, mean))
         old, old_mean = h, mean
@@ -330,23 +330,22 @@ def half_of(case: Case, values: Tensor) -> Tensor:
 def test_ef21_begins_with_the_dense_mean(case):
     done, size = of(case), case.size
     g = [gradient(case, i, 0) for i in range(size)]
-    for steps, own in zip(done, g, strict=True):
-        for part in {"v", "h"} & steps[0].memory.keys():
-            values = steps[0].memory[part]
-            assert within(values.double() - own.double(), kept_within(case, values.double()))
     mean = sum(own.double() for own in g) / size
-    if case.whole:  # and size is a power of two
-        assert torch.equal(done[0][0].x.double(), mean)
-        return
     # Each of the terms is multiplied by 1 / size, itself rounded, and added.
     eps = torch.finfo(real_of(case.dtype)).eps
     bound = (size + 2) / 2 * eps * sum(own.double().abs() for own in g) / size
+    for steps, own in zip(done, g, strict=True):
+        for part in {"v", "h"} & steps[0].memory.keys():
+            values = steps[0].memory[part].double()
+            assert within(values - own.double(), kept_within(case, values))
+    if case.whole:  # and size is a power of two
+        assert torch.equal(done[0][0].x.double(), mean)
     assert within(done[0][0].x.double() - mean, bound + half_of(case, mean))
 
 
 def test_eta_one_is_ef21():
     plain, smooth = (of(case) for case in TWINS)
-    for a, b in zip(sum(plain, []), sum(smooth, []), strict=True):
+    for a, b in zip(chain(*plain), chain(*smooth), strict=True):
         assert same(a.x, b.x)
         assert all(same(a.memory[part], b.memory[part]) for part in ("h", "mean"))
 
@@ -387,7 +386,7 @@ def by_hand(case: Case) -> Iterator[tuple[np.ndarray, list[dict[str, np.ndarray]
 
 @over(BY_HAND)
 def test_every_step_is_what_the_formulas_say(case):
-    """Whole numbers halved eight times over, and sums of them, fit float32: nothing is rounded.
+    """Whole numbers halved a few times, and sums of them, fit float32: nothing is rounded.
 
     Otherwise, in float64: fewer than 20 roundings a step and element, of numbers below 64.
     """
@@ -429,11 +428,11 @@ def on_opposed(feedback: str, steps: int) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def test_where_gradients_cancel_residuals_of_ef14_grow_and_ef21m_stays_bounded():
-    steps = 200
-    for rank, (memory, x) in enumerate(ranks.run(on_opposed, "ef14", steps, ranks=2)):
+    steps = 100
+    for rank, (memory, x) in enumerate(ranks.run(on_opposed, "ef14", steps, ranks=2, seconds=LONG)):
         assert memory["residual"].tolist() == [(-1) ** rank * steps, 0]
         assert x.tolist() == [0, 0.125]
-    for memory, x in ranks.run(on_opposed, "ef21m:0.125", steps, ranks=2):
+    for memory, x in ranks.run(on_opposed, "ef21m:0.125", steps, ranks=2, seconds=LONG):
         # v is a mean of gradients and h has been v: neither is ever larger than a gradient. Here
         # all of them are the same, and the weights of the mean are exact.
         assert all(abs(values[0]) <= 1 for values in memory.values())
@@ -481,7 +480,6 @@ class Fate(NamedTuple):
     untouched: bool  # tensors after that error
     kept: list[bool]  # memory as before, after each of the three
     later: bool  # the next good step is as if nothing had been
-    first: bool  # NaN in the first step of all leaves nothing
 
 
 def on_broken(feedback: str, spec: str, collective: str) -> Fate:
@@ -491,27 +489,25 @@ def on_broken(feedback: str, spec: str, collective: str) -> Fate:
     reducer, twin, me = fresh(), fresh(), dist.get_rank()
     non_finite, told, kept = [], [], []
 
-    def bad(value: float, rank: int, where: tw.Reducer) -> None:
+    def bad(value: float, rank: int) -> None:
         xs = pair(7)
         if me == rank:
             xs["a"][3] = value
-        handle = where.average(xs)
+        handle = reducer.average(xs)
         non_finite.extend(not bool(x.isfinite().any()) for x in xs.values())
         told.append(not handle.account.finite)
 
-    blank = fresh()
-    bad(torch.nan, 0, blank)
     for step in (0, 1):
         reducer.average(pair(step))
         twin.average(pair(step))
     before = memories(reducer)
-    bad(torch.nan, 1, reducer)
+    bad(torch.nan, 1)
     kept.append(alike(memories(reducer), before))
-    bad(-torch.inf, 2, reducer)
+    bad(-torch.inf, 2)
     kept.append(alike(memories(reducer), before))
     xs, own, error = pair(8), reducer.compressor, ""
     if me == 1:
-        reducer.compressor = tw.parse("topk:0.2")
+        reducer.compressor = tw.parse("none" if collective == "summable" else "topk:0.2")
     try:
         reducer.average(xs)
     except tw.MismatchError as caught:
@@ -524,10 +520,7 @@ def on_broken(feedback: str, spec: str, collective: str) -> Fate:
     twin.average(ys)
     later = all(same(xs[name], ys[name]) for name in xs)
     later = later and alike(memories(reducer), memories(twin))
-    blank.average(zs := pair(0))
-    fresh().average(ws := pair(0))
-    first = all(same(zs[name], ws[name]) for name in zs)
-    return Fate(non_finite, told, error, untouched, kept, later, first)
+    return Fate(non_finite, told, error, untouched, kept, later)
 
 
 def on_all_broken() -> list[Fate]:
@@ -536,7 +529,7 @@ def on_all_broken() -> list[Fate]:
 
 @functools.cache
 def broken() -> list[list[Fate]]:
-    return ranks.run(on_all_broken, ranks=3)
+    return ranks.run(on_all_broken, ranks=3, seconds=LONG)
 
 
 @pytest.mark.parametrize("i", range(len(BROKEN)), ids=["-".join(each) for each in BROKEN])
@@ -545,11 +538,10 @@ def test_a_broken_step_reaches_everybody_and_leaves_nothing_behind(i):
         fate = fates[i]
         assert all(fate.non_finite), rank
         assert all(fate.told), rank
-        assert "on ranks 0, 2 but topk:0.2 on rank 1" in fate.error, rank
+        assert re.search("on ranks 0, 2 but (topk:0.2|none) on rank 1", fate.error), rank
         assert fate.untouched, rank
         assert all(fate.kept), rank
         assert fate.later, rank
-        assert fate.first, rank
 
 
 # The reducer, law by law, on three ranks
@@ -557,6 +549,15 @@ def test_a_broken_step_reaches_everybody_and_leaves_nothing_behind(i):
 
 def make(spec: str = "topk:0.1", **kwargs: Any) -> tw.Reducer:
     return tw.Reducer(spec, **{"timeout": TIMEOUT, "feedback": "ef14", **kwargs})
+
+
+LAWS: dict[str, Callable[[], None]] = {}
+
+
+def law(function: Callable[[], None]) -> Callable[[], None]:
+    """Register what holds on three ranks."""
+    LAWS[function.__name__.removeprefix("on_")] = function
+    return function
 
 
 def raised(call: Callable[[], object]) -> str:
@@ -609,11 +610,13 @@ class Books:
 LITTLE = 200 * 2.0**-24 * 16
 
 
+@law
 def on_several_tensors_are_as_each_by_itself() -> None:
     for feedback in ("ef14", "ef21m:0.5"):
         as_one, apart = make(feedback=feedback), make(feedback=feedback)
         for step in range(3):
-            xs = {name: mine(50 + i, step + 10 * i) for i, name in enumerate("abc")}
+            # Whole numbers: the order in which the backend adds depends on what else is sent.
+            xs = {n: torch.round(4 * mine(50 + i, step + 10 * i)) for i, n in enumerate("abc")}
             ys = {name: x.clone() for name, x in xs.items()}
             as_one.average(xs)
             for name, y in ys.items():
@@ -628,6 +631,7 @@ def on_several_tensors_are_as_each_by_itself() -> None:
             assert reducer.ledger.exchanges == count
 
 
+@law
 def on_together_is_one_tensor_wherever_it_lies() -> None:
     views, copies, flat = make(), make(), make()
     for step in range(3):
@@ -641,8 +645,18 @@ def on_together_is_one_tensor_wherever_it_lies() -> None:
         residual = torch.cat([remembered(copies, name)["residual"] for name in "abc"])
         assert same(residual, remembered(flat)["residual"])
     assert int((buffer != 0).sum()) <= 3 * 6, "6 of 60 on each rank, not 1, 2 and 3 of each"
+    # In one storage, but in another order and with a gap.
+    buffer, views, copies = mine(60, 9), make(), make()
+    spread = {"b": buffer[30:50], "a": buffer[5:25]}
+    parts = {name: x.clone() for name, x in spread.items()}
+    untouched = buffer[25:30].clone()
+    views.average(spread, together=True)
+    copies.average(parts, together=True)
+    assert all(same(spread[name], parts[name]) for name in parts)
+    assert same(buffer[25:30], untouched)
 
 
+@law
 def on_shapes_and_strides_do_not_matter() -> None:
     for feedback in ("ef14", "ef21"):
         reducer, plain = make("topk:0.3", feedback=feedback), make("topk:0.3", feedback=feedback)
@@ -660,6 +674,7 @@ def on_shapes_and_strides_do_not_matter() -> None:
             assert all(same(xs[name], ys[name]) for name in xs)
 
 
+@law
 def on_calls_in_flight_are_carried_out_in_order() -> None:
     flying, waiting = make("randomk:0.3,shared=true"), make("randomk:0.3,shared=true")
     steps = [{name: mine(40, 5 * t + i) for i, name in enumerate("abc")} for t in range(3)]
@@ -675,6 +690,7 @@ def on_calls_in_flight_are_carried_out_in_order() -> None:
         assert same(remembered(flying, name)["residual"], remembered(waiting, name)["residual"])
 
 
+@law
 def on_strided_calls_in_flight_share_scratch_memory_safely() -> None:
     """Copies of strided tensors lie in one room for all calls: each uses it in its own time."""
     flying, waiting = make(feedback="ef21m:0.5"), make(feedback="ef21m:0.5")
@@ -689,12 +705,12 @@ def on_strided_calls_in_flight_share_scratch_memory_safely() -> None:
 GROUPINGS = ["ab", "a", "b", "bca", "ca", "b", "abc"]
 
 
+@law
 def on_memory_moves_with_the_names() -> None:
-    for feedback in ("ef14", "ef14:storage=host"):
-        books = Books(make(feedback=feedback))
-        for step, names in enumerate(GROUPINGS):
-            books.step({name: mine(20, 3 * step + ord(name)) for name in names}, together=True)
-            assert books.balance() <= LITTLE, names
+    books = Books(make())
+    for step, names in enumerate(GROUPINGS):
+        books.step({name: mine(20, 3 * step + ord(name)) for name in names}, together=True)
+        assert books.balance() <= LITTLE, names
     reducer = make(feedback="ef21")
     for step, names in enumerate(["ab", "a", "b", "ba"]):
         reducer.average({n: mine(20, 3 * step + ord(n)) for n in names}, together=True)
@@ -706,6 +722,36 @@ def on_memory_moves_with_the_names() -> None:
         assert used == {"topk:0.1" if step else "none"}, "what is known does not start anew"
 
 
+@law
+def on_a_tensor_of_another_type_keeps_its_memory() -> None:
+    books = Books(make())
+    for step, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64, torch.float32)):
+        # Numbers of few bits, as bfloat16 rounds the results that are sent.
+        books.step({"w": torch.round(mine(30, step)).to(dtype)})
+        assert remembered(books.reducer)["residual"].dtype == real_of(dtype)
+    # One result was rounded to bfloat16, and three times that is missing.
+    assert books.balance() <= 3 * 2.0**-8 * 16
+
+
+@law
+def on_a_group_of_some_ranks_is_a_world_of_its_own() -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        reducer = make(group=group)
+        x, y = mine(40), mine(40)
+        reducer.average({"w": x})
+        residual = remembered(reducer)["residual"]
+        both = torch.stack([y.double(), residual.double()])
+        dist.all_reduce(both, group=group)
+        assert (both[0] - both[1] - 2 * x.double()).abs().max() <= LITTLE
+        states = [reducer.state_dict() for _ in range(2)]
+        states[1 - dist.get_rank()]["tensors"] = {}
+        other = make(group=group)
+        other.load_state_dict(states)
+        assert same(remembered(other)["residual"], residual)
+
+
+@law
 def on_a_group_that_comes_back_finds_what_its_members_did_meanwhile() -> None:
     books = Books(make())
     for step, names in enumerate(["ab", "b", "ab"]):
@@ -713,26 +759,55 @@ def on_a_group_that_comes_back_finds_what_its_members_did_meanwhile() -> None:
     assert books.balance() <= LITTLE
 
 
+@law
 def on_names_that_regroup_in_flight_lose_nothing() -> None:
-    books, n = Books(make("topk:0.001")), 200_000
-    xs = [{"a": mine(n, 1), "b": mine(n, 2)}, {"a": mine(n, 3)}]
+    books = Books(make())
+    xs = [{"a": mine(20, 1), "b": mine(20, 2)}, {"a": mine(20, 3)}]
     given = [{name: x.clone() for name, x in each.items()} for each in xs]
+    if dist.get_rank() == 0:
+        time.sleep(HEAD_START)
     tw.wait_all([books.reducer.average(each, together=True, async_op=True) for each in xs])
     for before, after in zip(given, xs, strict=True):
         books.note(before, after)
     assert books.balance() <= LITTLE
 
 
+@law
 def on_ranks_of_different_speed_agree_when_to_start_dense() -> None:
     reducer = make(feedback="ef21")
-    first = reducer.average({"w": mine(50, 1)}, async_op=True)
     if dist.get_rank() == 0:
-        first.wait()
-        time.sleep(0.2)
+        time.sleep(HEAD_START)
+    first = reducer.average({"w": mine(50, 1)}, async_op=dist.get_rank() > 0)
     second = reducer.average({"w": mine(50, 2)}, async_op=True)
     tw.wait_all([first, second])
 
 
+@law
+def on_ranks_of_different_speed_agree_whether_something_waits_to_be_sent() -> None:
+    reducer = make()
+    if dist.get_rank() == 0:
+        time.sleep(HEAD_START)
+    first = reducer.average({"w": mine(50, 1)}, async_op=dist.get_rank() > 0)
+    reducer.compressor = tw.NoCompression()
+    tw.wait_all([first, reducer.average({"w": mine(50, 2)}, async_op=True)])
+
+
+@law
+def on_random_numbers_are_new_for_each_tensor_and_step() -> None:
+    """Of 200 elements 50 are drawn: the same 50 again have a chance of 10^-47."""
+    reducer, drawn = make("randomk:0.25,shared=true", collective="summable"), []
+    for _ in range(3):
+        xs = {"a": torch.ones(200), "b": torch.ones(200)}
+        reducer.average(xs)
+        drawn += [tuple((x != 0).nonzero().flatten().tolist()) for x in xs.values()]
+    assert all(len(positions) == 50 for positions in drawn)
+    assert len(set(drawn)) == 6
+    other = make("randomk:0.25,shared=true", collective="summable", seed=1)
+    other.average({"a": (x := torch.ones(200)), "b": torch.ones(200)})
+    assert tuple((x != 0).nonzero().flatten().tolist()) != drawn[0]
+
+
+@law
 def on_a_state_goes_on_as_if_nothing_had_happened() -> None:
     cases = [
         *(("randomk:0.2,shared=true", "ef14"), ("randomk:0.2", "ef21m:0.3"), ("onebit", "ef21")),
@@ -750,7 +825,7 @@ def on_a_state_goes_on_as_if_nothing_had_happened() -> None:
         other.load_state_dict(state)
         for name in "ab":
             assert remembered(other, name).keys() == remembered(reducer, name).keys()
-        for step in range(3, 6):
+        for step in range(3, 5):
             xs = {n: mine(40, 3 * step + ord(n)) for n in "ab"}
             ys = {n: x.clone() for n, x in xs.items()}
             reducer.average(xs)
@@ -759,6 +834,7 @@ def on_a_state_goes_on_as_if_nothing_had_happened() -> None:
         assert alike(memories(reducer), memories(other))
 
 
+@law
 def on_states_of_another_number_of_ranks_keep_the_mean() -> None:
     size = dist.get_world_size()
     for feedback, count in (("ef14", 2), ("ef21m:0.3", 4), ("ef14", size), ("ef21", size)):
@@ -790,6 +866,7 @@ def on_states_of_another_number_of_ranks_keep_the_mean() -> None:
         )
 
 
+@law
 def on_a_state_of_another_feedback_is_refused() -> None:
     reducer = make()
     reducer.average({"w": mine(30)})
@@ -800,6 +877,7 @@ def on_a_state_of_another_feedback_is_refused() -> None:
     make(feedback="auto").load_state_dict(state)
 
 
+@law
 def on_a_state_is_a_copy() -> None:
     reducer = make()
     reducer.average({"w": mine(30)})
@@ -813,6 +891,7 @@ def on_a_state_is_a_copy() -> None:
     assert same(remembered(other)["residual"], kept)
 
 
+@law
 def on_a_state_just_loaded_and_saved_again_is_a_copy() -> None:
     reducer = make()
     reducer.average({"w": mine(30)})
@@ -823,6 +902,7 @@ def on_a_state_just_loaded_and_saved_again_is_a_copy() -> None:
     assert same(state["tensors"]["w"]["residual"], remembered(reducer)["residual"])
 
 
+@law
 def on_a_tensor_of_another_size_is_refused() -> None:
     reducer = make()
     reducer.average({"w": mine(30)})
@@ -834,6 +914,7 @@ def on_a_tensor_of_another_size_is_refused() -> None:
     reducer.average({"w": mine(31)})
 
 
+@law
 def on_a_loaded_state_survives_a_tensor_of_another_size() -> None:
     reducer, other = make(), make()
     reducer.average({"w": mine(30)})
@@ -843,6 +924,7 @@ def on_a_loaded_state_survives_a_tensor_of_another_size() -> None:
     assert same(remembered(other)["residual"], remembered(reducer)["residual"])
 
 
+@law
 def on_scale_and_reset_reach_all_that_is_remembered() -> None:
     for feedback in ("ef14", "ef21m:0.5", "ef14:storage=bf16", "ef14:storage=int8"):
         reducer = make(feedback=feedback)
@@ -860,6 +942,7 @@ def on_scale_and_reset_reach_all_that_is_remembered() -> None:
         assert reducer.state_dict()["tensors"] == {}
 
 
+@law
 def on_what_loses_nothing_remembers_nothing_and_empties_residuals() -> None:
     reducer = make("none", feedback="auto")
     x = mine(40)
@@ -876,10 +959,11 @@ def on_what_loses_nothing_remembers_nothing_and_empties_residuals() -> None:
     assert not remembered(reducer)["residual"].any()
 
 
+@law
 def on_what_is_committed_later_is_remembered_then_or_not_at_all() -> None:
     for feedback in ("ef14", "ef14:storage=int8", "ef21m:0.5"):
         at_once, later = make(feedback=feedback), make(feedback=feedback)
-        for step in range(3):
+        for step in range(2):
             xs, ys, zs = pair(step), pair(step), pair(step)
             at_once.average(xs)
             before = memories(later)
@@ -894,19 +978,28 @@ def on_what_is_committed_later_is_remembered_then_or_not_at_all() -> None:
             assert alike(memories(later), memories(at_once))
 
 
+@law
 def on_the_ledger_books_what_the_accounts_say() -> None:
     ledger = Ledger()
-    reducer = make(ledger=ledger)
-    handles = [reducer.average(pair(step), async_op=step == 1) for step in range(3)]
-    handles += [reducer.average({"c": mine(100).view(10, 10)}, together=True)]
+    reducer = make("threshold:0.5", collective="twoshot", ledger=ledger)
+
+    def uneven(*names: str) -> dict[str, Tensor]:
+        """Most goes to the owner of the first shard, who sends the least."""
+        xs = {name: mine(900 + 300 * i).view(30, -1) for i, name in enumerate(names)}
+        for x in xs.values():
+            x[10:] = 0
+        return xs
+
+    handles = [reducer.average(uneven("a", "b"), async_op=step == 1) for step in range(3)]
+    handles += [reducer.average(uneven("c"), together=True)]
     reducer.compressor = tw.parse("topk:0.2" if dist.get_rank() else "topk:0.3")
-    assert raised(lambda: reducer.average(pair(3))).startswith("MismatchError")
+    assert raised(lambda: reducer.average(uneven("a"))).startswith("MismatchError")
     tw.wait_all(handles)
     ledger.fold()
     accounts = [handle.account for handle in handles]
     for count in ("bytes_sent", "bytes_received", "wire_bytes"):
         assert getattr(ledger, count) == sum(getattr(account, count) for account in accounts)
-    assert ledger.bytes_sent > 0
+    assert 0 < ledger.bytes_sent != ledger.bytes_received > 0
     assert ledger.exchanges == len(handles)
     for kind in ("encode", "network", "decode"):
         # Sums of the same few numbers in the same order, in another tree: some roundings.
@@ -914,16 +1007,19 @@ def on_the_ledger_books_what_the_accounts_say() -> None:
         assert abs(ledger.seconds[kind] - booked) <= 8 * 2.0**-53 * booked
     lines = ledger.lines
     assert {name: line.steps for name, line in lines.items()} == {"a": 3, "b": 3, "c": 1}
-    assert {name: line.bytes_in for name, line in lines.items()} == {"a": 2400, "b": 3600, "c": 400}
+    assert {name: line.bytes_in for name, line in lines.items()} == {
+        **{"a": 3 * 3600, "b": 3 * 4800},
+        "c": 3600,
+    }
     # Shares of each exchange add up to it, but for their rounding.
     booked = sum(line.bytes_sent for line in lines.values())
     assert abs(booked - ledger.bytes_sent) <= 8 * 2.0**-53 * booked
-    assert {line.compressor for line in lines.values()} == {"topk:0.1"}
-    assert {line.collective for line in lines.values()} == {handles[0].collective}
+    assert {line.compressor for line in lines.values()} == {"threshold:0.5"}
+    assert {line.collective for line in lines.values()} == {"twoshot"}
 
 
-def held(root: object) -> int:
-    """Bytes of all tensors that an object keeps alive."""
+def holdings(root: object) -> dict[int, int]:
+    """The memory of all tensors that an object keeps alive: bytes by address."""
     found, seen, todo = {}, set(), [root]
     while todo:
         each = todo.pop()
@@ -935,25 +1031,41 @@ def held(root: object) -> int:
             found[storage.data_ptr()] = storage.nbytes()
         else:
             todo += gc.get_referents(each)
-    return sum(found.values())
+    return found
 
 
+def held(root: object) -> int:
+    return sum(holdings(root).values())
+
+
+@law
 def on_memory_between_steps_is_what_the_storage_says() -> None:
-    n, count = 1 << 14, 6
-    bytes_each = {"fp32": 4, "host": 4, "bf16": 2, "int8": 1 + 4 / 256}
+    n, count, bytes_each = 1 << 12, 3, {"fp32": 4, "host": 4, "bf16": 2, "int8": 1 + 4 / 256}
     for storage, size in bytes_each.items():
-        for kind, parts in (("ef14", 1), ("ef21m", 3)):
-            reducer = make(feedback=f"{kind}:storage={storage}")
-            for i in range(count):
-                for step in range(2):
-                    reducer.average({f"{i}": mine(n, step)})
-            reducer.ledger.fold()
-            kept = held(reducer.slabs)
-            assert abs(kept - count * parts * size * n) <= count * parts * 64, (storage, kind)
-            # One room to work in serves all tensors; four vectors are the most that a turn needs.
-            assert held(reducer) - kept <= 4 * 4 * n + 64, (storage, kind)
+        kind = "ef21m" if storage in ("fp32", "int8") else "ef14"
+        reducer = make(feedback=f"{kind}:storage={storage}")
+        for i in range(count):
+            for step in range(2):
+                reducer.average({f"{i}": mine(n, step)})
+        reducer.ledger.fold()
+        slabs = [reducer.slabs.of(Unit([f"{i}"], [mine(n)])) for i in range(count)]
+        kept = held([slab.vectors for slab in slabs])
+        vectors = count * len(reducer.feedback.parts)
+        assert abs(kept - vectors * size * n) <= vectors * 64, storage
+        # One room to work in serves all tensors; four vectors are the most that a turn needs.
+        assert held(reducer._room) <= 4 * 4 * n, storage
 
 
+@law
+def on_a_gradient_is_not_kept_alive_when_its_exchange_has_ended() -> None:
+    for feedback in ("none", "ef14", "ef21"):
+        reducer = make(feedback=feedback)
+        x = mine(100)
+        reducer.average({"w": x})
+        assert x.untyped_storage().data_ptr() not in holdings(reducer), feedback
+
+
+@law
 def on_wrong_arguments_are_refused_with_a_reason() -> None:
     reducer = make()
     assert "at least one tensor" in raised(lambda: reducer.average({}))
@@ -975,13 +1087,15 @@ def on_wrong_arguments_are_refused_with_a_reason() -> None:
     reducer.average(mixed)  # and it still works
 
 
+@law
 def on_what_is_no_mapping_of_names_is_refused_with_a_reason() -> None:
-    for given in ([torch.ones(3)], torch.ones(3), {1: torch.ones(3)}):
-        text = raised(lambda given=given: make().average(given))
+    for tensors in ([torch.ones(3)], torch.ones(3), {1: torch.ones(3)}):
+        text = raised(lambda tensors=tensors: make().average(tensors))
         assert text.startswith("TypeError"), text
         assert "name" in text, text
 
 
+@law
 def on_what_is_no_state_is_refused_with_a_reason() -> None:
     for state in ({}, [], None, {"version": 1}):
         text = raised(lambda state=state: make().load_state_dict(state))
@@ -989,6 +1103,7 @@ def on_what_is_no_state_is_refused_with_a_reason() -> None:
         assert "state" in text, text
 
 
+@law
 def on_integers_are_refused_by_every_feedback() -> None:
     for feedback in ("ef21", "ef21m:0.5"):
         x = torch.arange(4) + dist.get_rank()
@@ -996,6 +1111,7 @@ def on_integers_are_refused_by_every_feedback() -> None:
         assert text.startswith("TypeError"), (feedback, x)
 
 
+@law
 def on_what_cannot_be_written_to_is_refused_before_anything_changes() -> None:
     reducer = make()
     reducer.average({"w": mine(4)})
@@ -1005,6 +1121,7 @@ def on_what_cannot_be_written_to_is_refused_before_anything_changes() -> None:
     assert same(remembered(reducer)["residual"], before)
 
 
+@law
 def on_ranks_that_disagree_in_the_type_learn_so() -> None:
     for feedback in ("ef14", "ef21"):
         x = mine(20).to(torch.float32 if dist.get_rank() else torch.float16)
@@ -1012,12 +1129,14 @@ def on_ranks_that_disagree_in_the_type_learn_so() -> None:
         assert text.startswith("MismatchError"), feedback
 
 
+@law
 def on_ranks_that_disagree_in_the_names_learn_so() -> None:
     order = "ab" if dist.get_rank() else "ba"
     text = raised(lambda: make().average({name: mine(20) for name in order}))
     assert text.startswith("MismatchError")
 
 
+@law
 def on_a_call_that_one_rank_got_wrong_does_not_part_the_ranks_for_ever() -> None:
     reducer = make("randomk:0.5,shared=true")
     if dist.get_rank() == 0:
@@ -1025,6 +1144,20 @@ def on_a_call_that_one_rank_got_wrong_does_not_part_the_ranks_for_ever() -> None
     reducer.average({"w": mine(4)})
 
 
+@law
+def on_a_first_step_that_is_not_finite_leaves_nothing() -> None:
+    for feedback in ("ef14", "ef21m:0.3"):
+        reducer = make(feedback=feedback)
+        x = mine(50) / (dist.get_rank() > 0)
+        reducer.average({"w": x})
+        assert not x.isfinite().any()
+        assert remembered(reducer) == {} or not remembered(reducer)["residual"].any()
+        reducer.average({"w": (x := mine(50))})
+        make(feedback=feedback).average({"w": (y := mine(50))})
+        assert same(x, y)
+
+
+@law
 def on_a_rank_that_cannot_go_on_leaves_all_as_it_was() -> None:
     limit = 100 if dist.get_rank() == 0 else None
     reducer = make("quantize:4", collective="twoshot", max_bytes=limit)
@@ -1035,36 +1168,13 @@ def on_a_rank_that_cannot_go_on_leaves_all_as_it_was() -> None:
     assert remembered(reducer) == {}
 
 
-FAULTS = {
-    "a_group_that_comes_back_finds_what_its_members_did_meanwhile": "Slabs.of asks the first name",
-    "names_that_regroup_in_flight_lose_nothing": "Slabs.of reads what is still being written",
-    "ranks_of_different_speed_agree_when_to_start_dense": "`fresh` is read by the calling thread",
-    "a_state_just_loaded_and_saved_again_is_a_copy": "what waits to be asked for is not copied",
-    "a_loaded_state_survives_a_tensor_of_another_size": "Slabs._take has popped it by then",
-    "what_is_no_mapping_of_names_is_refused_with_a_reason": "not checked",
-    "what_is_no_state_is_refused_with_a_reason": "not checked",
-    "integers_are_refused_by_every_feedback": "EF21 hands float32 to the collective",
-    "what_cannot_be_written_to_is_refused_before_anything_changes": "it fails when given back",
-    "ranks_that_disagree_in_the_type_learn_so": "EF21 hands float32 to the collective",
-    "ranks_that_disagree_in_the_names_learn_so": "names are compared only with shared keys",
-    "a_call_that_one_rank_got_wrong_does_not_part_the_ranks_for_ever": "turns count failed calls",
-}
-LAWS = {
-    name.removeprefix("on_"): value
-    for name, value in list(globals().items())
-    if name.startswith("on_")
-    and isinstance(value, FunctionType)
-    and value.__code__.co_firstlineno > make.__code__.co_firstlineno
-}
-
-
 def on_laws() -> dict[str, str]:
     """What went wrong with each law; empty where nothing did."""
     found = {}
-    for name, law in LAWS.items():
+    for name, check in LAWS.items():
         found[name] = ""
         try:
-            law()
+            check()
         except Exception:
             found[name] = traceback.format_exc()
         dist.barrier()
@@ -1073,21 +1183,13 @@ def on_laws() -> dict[str, str]:
 
 @functools.cache
 def laws() -> list[dict[str, str]]:
-    return ranks.run(on_laws, ranks=3)
+    return ranks.run(on_laws, ranks=3, seconds=LONG)
 
 
-@pytest.mark.parametrize(
-    "law",
-    [
-        pytest.param(
-            n, marks=pytest.mark.xfail(strict=True, reason=FAULTS[n]) if n in FAULTS else ()
-        )
-        for n in LAWS
-    ],
-)
-def test_reducer(law):
+@pytest.mark.parametrize("name", LAWS)
+def test_reducer(name):
     for rank, found in enumerate(laws()):
-        assert not found[law], f"rank {rank}:\n{found[law]}"
+        assert not found[name], f"rank {rank}:\n{found[name]}"
 
 
 def on_alone() -> None:
@@ -1138,7 +1240,6 @@ def test_a_vector_keeps_what_its_storage_can(storage, dtype):
     assert held(vector) <= size * n + 64
 
 
-@pytest.mark.xfail(strict=True, reason="bfloat16 rounds what is above 3.3895e38 to infinity")
 def test_what_is_finite_is_kept_finite():
     for dtype, large in ((torch.float32, 3.4e38), (torch.float64, 1e300)):
         for storage in STORAGES:
@@ -1193,9 +1294,8 @@ def test_every_feedback_has_a_name_and_a_line():
     ],
 )
 def test_a_wrong_spec_says_what_is_wrong(spec, said):
-    with pytest.raises(ValueError, match="(?s).*") as caught:
+    with pytest.raises(ValueError, match=re.escape(said)):
         tw.parse_feedback(spec)
-    assert said in str(caught.value)
 
 
 def test_what_is_no_spec_is_refused():
@@ -1214,8 +1314,8 @@ def test_what_is_no_spec_is_refused():
 
 
 AUTO = {
-    "none": {"none", "lossless", "qsgd:7", "natural", "terngrad:none", "randomk:0.1"},
-    "ef14": {"topk:0.1", "onebit", "quantize:4", "cast:fp16", "scaledsign", "threshold:0.1"},
+    "none": {"none", "lossless", "qsgd:7", "natural", "terngrad:none"},
+    "ef14": {"topk:0.1", "onebit", "quantize:4", "cast:fp16", "scaledsign", "randomk:0.1"},
 }
 
 
@@ -1230,6 +1330,11 @@ def test_auto_is_ef14_for_what_is_biased_and_none_for_the_rest():
             asked = feedback_for(compressor, "ef14:0.5")
             assert asked == (tw.NoFeedback() if compressor.lossless else tw.EF14(0.5)), spec
             assert feedback_for(compressor, tw.EF21()) == tw.EF21(), spec
+
+
+@pytest.mark.parametrize("spec", ["randomk:0.1,scaled=true", "bernoulli:0.1,scaled=true"])
+def test_auto_can_be_used_with_every_compressor(spec):
+    assert feedback_for(tw.parse(spec), "auto") == tw.NoFeedback()
 
 
 def test_the_cases_go_where_they_can():

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 import zstandard
 from golden.make import FRAMES, decoded, encode
 from mutations import attempt, frame_of, mutate, seal, valid_frames
@@ -418,31 +420,31 @@ def test_long_blocks_may_be_asked_for(block):
 # Fuzz
 
 
-@pytest.fixture(scope="module")
-def frames() -> list[bytes]:
-    return valid_frames()
-
-
-@pytest.mark.timeout(300)
-def test_fuzz(frames):
-    """100,000 damaged frames: FrameError or a tensor of the claimed shape, nothing else."""
-    rng = random.Random(20)
-    read = 0
+def on_fuzz(count: int) -> int:
+    """So many damaged frames, others on each rank; how many of them were read."""
+    rng, frames, read = random.Random(20 + dist.get_rank()), valid_frames(), 0
     # Room for a tensor of 2^20 float64 many times over, and for the stacks and arenas of threads.
     with memory_limit(512 << 20):
-        for i in range(100_000):
+        for i in range(count):
             frame = mutate(rng, frames)
             try:
                 read += attempt(frame).tensor is not None
             except Exception as error:
                 raise AssertionError(f"frame {i}: {bytes(frame.numpy()).hex()}") from error
+    return read
+
+
+@pytest.mark.timeout(300)
+def test_fuzz():
+    """100,000 damaged frames: FrameError or a tensor of the claimed shape, nothing else."""
+    read = sum(ranks.run(on_fuzz, 25_000, ranks=4, seconds=280))
     # Of no use if most were refused at the door, or if the checksum let most of them pass.
     assert 10_000 < read < 90_000
 
 
-def test_fuzz_of_both_readers(frames):
+def test_fuzz_of_both_readers():
     """Numba and PyTorch agree on which frames are valid, and on what is in them."""
-    rng = random.Random(21)
+    rng, frames = random.Random(19), valid_frames()
     for _ in range(2000):
         frame = mutate(rng, frames)
         outcome = attempt(frame)

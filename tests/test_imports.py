@@ -16,7 +16,8 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 FACE = "thinwire"  # thinwire/__init__.py: may import anything; of the rooms only cli may import it
 ROOMS = (
     *("kernels", "wire", "compressors", "collectives", "feedback", "methods", "policies"),
-    *("training", "integrations", "workloads", "plan", "lab", "report", "bench", FACE, "cli", "__main__"),
+    *("training", "integrations", "workloads", "plan", "lab", "report", "bench", FACE, "cli"),
+    "__main__",
 )
 LEAVES = frozenset({"errors", "telemetry"})
 MAY_TALK = frozenset(ROOMS[ROOMS.index("collectives") :]) - {FACE}

@@ -110,7 +110,7 @@ ADVERSARIES = [
 
 
 @pytest.mark.parametrize("kind", ADVERSARIES)
-@pytest.mark.parametrize("n", [10, 4095, 4096, 4097, 65_537, 1_000_003])
+@pytest.mark.parametrize("n", [10, 4095, 4096, 4097, 65_537, 300_007])
 def test_topk_is_exact(kind, n):
     x = torch.from_numpy(adversary(kind, n)).float()
     types = [torch.float32] if n > 100_000 else [torch.float32, torch.float64]

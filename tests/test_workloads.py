@@ -123,7 +123,9 @@ def test_shards_are_disjoint_and_an_epoch_uses_all() -> None:
 def test_windows_are_side_by_side_and_targets_follow() -> None:
     inputs, targets = Text(context=32).epoch(torch.Generator().manual_seed(1))
     train = data.book().train.long()
-    start = next(s for s in range(32) if torch.equal(train[s : s + inputs.numel()], inputs.flatten()))
+    start = next(
+        s for s in range(32) if torch.equal(train[s : s + inputs.numel()], inputs.flatten())
+    )
     assert len(inputs) == (len(train) - start - 1) // 32
     assert torch.equal(train[start + 1 : start + 1 + targets.numel()], targets.flatten())
 

@@ -23,6 +23,9 @@ def span(name: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+Size = tuple[str, int, int]  # name, elements, bytes
+
+
 class Ended(Protocol):
     """An exchange with its account; see `thinwire.collectives.Handle`."""
 
@@ -79,11 +82,16 @@ class Ledger:
     bytes_received: int = 0
     wire_bytes: int = 0
     exchanges: int = 0
-    _open: list[tuple[Ended, Sequence[Named], str]] = field(default_factory=list)
+    _open: list[tuple[Ended, list[Size], str]] = field(default_factory=list)
 
     def note(self, handle: Ended, units: Sequence[Named], compressor: Any) -> None:
         """An exchange has begun."""
-        self._open.append((handle, units, str(compressor)))
+        sizes = [
+            (name, piece.numel(), piece.nbytes)
+            for unit in units
+            for name, piece in zip(unit.names, unit.pieces, strict=True)
+        ]
+        self._open.append((handle, sizes, str(compressor)))
         self.fold()
 
     def add_seconds(self, kind: str, seconds: float) -> None:
@@ -100,7 +108,7 @@ class Ledger:
                 self._book(*entry)
         self._open = running
 
-    def _book(self, handle: Ended, units: Sequence[Named], compressor: str) -> None:
+    def _book(self, handle: Ended, sizes: list[Size], compressor: str) -> None:
         account = handle.account
         self.exchanges += 1
         self.bytes_sent += account.bytes_sent
@@ -108,11 +116,10 @@ class Ledger:
         self.wire_bytes += account.wire_bytes
         for kind, seconds in account.seconds.items():
             self.add_seconds(kind, seconds)
-        named = [(n, p) for unit in units for n, p in zip(unit.names, unit.pieces, strict=True)]
-        total = sum(piece.nbytes for _, piece in named) or 1
-        for name, piece in named:
-            line = self.lines.setdefault(name, Line(piece.numel()))
+        total = sum(num_bytes for _, _, num_bytes in sizes) or 1
+        for name, numel, num_bytes in sizes:
+            line = self.lines.setdefault(name, Line(numel))
             line.steps += 1
-            line.bytes_in += piece.nbytes
-            line.bytes_sent += account.bytes_sent * piece.nbytes / total
+            line.bytes_in += num_bytes
+            line.bytes_sent += account.bytes_sent * num_bytes / total
             line.compressor, line.collective = compressor, account.collective

@@ -106,6 +106,7 @@ class Channel:
             error = caught
         if isinstance(error, PeerError) and self._link is not None and self._link.closed:
             self._lost = str(error)
+        handle.account.lost = self._lost is not None
         handle.end(error)
         error = None  # its traceback holds this frame, and with it the process group
 

@@ -1,7 +1,7 @@
 """What a caller holds while an exchange is under way."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ class Account:
             1448 bytes: what the counter of a network interface shows, within a few per cent.
         finite: False if a rank's tensor held NaN or infinity, so that no residual was changed.
             What travels as it is (NoCompression without a residual) is not looked at.
+        told: this rank could not go on, and all others know.
+        lost: the group has lost its connections; nothing more can be exchanged over it.
         seconds: where this rank's time went: "encode", "network" (waiting for others included)
             and "decode".
     """
@@ -28,6 +30,8 @@ class Account:
     bytes_received: int = 0
     wire_bytes: int = 0
     finite: bool = True
+    told: bool = False
+    lost: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -45,6 +49,7 @@ class Handle:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
+        self._callbacks: list[Callable[[Handle], None]] = []
 
     def __repr__(self) -> str:
         state = "running" if not self._ended.is_set() else "failed" if self._error else "done"
@@ -95,14 +100,27 @@ class Handle:
             self._fulfil(future)
         return future
 
+    def when_ended(self, callback: "Callable[[Handle], None]") -> None:
+        """Have this called with the handle when the exchange has ended, by the thread that carried
+        it out; at once if it has ended already. Nothing that waits for another exchange may be
+        called there."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
     def end(self, error: BaseException | None = None) -> None:
         """Called once, by whoever carries out the exchange."""
         with self._lock:
             self._error = error
             self._ended.set()
-            future = self._future
+            future, callbacks = self._future, self._callbacks
+            self._callbacks = []
         if future is not None:
             self._fulfil(future)  # runs callbacks, which may ask this handle
+        for callback in callbacks:
+            callback(self)
 
     def _fulfil(self, future: "torch.futures.Future[Any]") -> None:
         if self._error is None:

@@ -159,12 +159,17 @@ def start(
     max_bytes: int | str | None,
     timeout: Timeout,
     key: Key | None,
+    about: tuple[tuple[str, str], ...] = (),
+    gate: Callable[[Talk], None] | None = None,
     before: Callable[[], None] | None = None,
     after: Callable[[Account], None] | None = None,
 ) -> Handle:
     """What both calls above do, with room for feedback around it.
 
     Args:
+        about: more that ranks must agree in, as (what, in words).
+        gate: called by the thread that carries out the exchange before anything else; what it
+            raises ends the exchange on this rank. It may ask the other ranks something first.
         before, after: called by the thread that carries out the exchange, before it reads tensors
             and residuals and after it has written them. `after` is not called when the exchange
             failed. A group of one rank calls neither.
@@ -198,11 +203,14 @@ def start(
             ("collective", collective),
             ("residual", describe_residuals(residuals)),
             *describe_key(compressor, drawn),
+            *about,
         ),
     )
     noted = session.channel.noted
 
     def job(talk: Talk) -> None:
+        if gate is not None:
+            gate(talk)
         with talk.preparing():
             if before is not None:
                 before()
@@ -227,6 +235,21 @@ def start(
                 after(handle.account)
 
     return session.begin(handle, call, job, span, async_op)
+
+
+def refuse(error: Exception, tensor: Tensor, group: Group, timeout: Timeout) -> Handle:
+    """Take part in the next exchange of the group only to say that this rank cannot go on."""
+    session = Session(group, [tensor])
+    handle = Handle(None, "refusal of an exchange")
+    if session.size == 1:
+        handle.end(error)
+        return handle
+
+    def job(talk: Talk) -> None:
+        with talk.preparing():
+            raise error
+
+    return session.begin(handle, Call("refusal", ()), job, span_of(timeout), async_op=True)
 
 
 def _chosen(work: Work, size: int) -> str:

@@ -85,6 +85,7 @@ class Talk:
             with self.clock("encode"):
                 yield
         except Exception as error:
+            self.account.told = True
             self._meet([], [], error)
             raise
 

@@ -22,6 +22,10 @@ class Drawn(Sparsifier):
         return True
 
     @property
+    def unbiased(self) -> bool:
+        return self.scaled is True
+
+    @property
     def summable(self) -> bool:
         return self.shared
 

@@ -5,8 +5,8 @@
     int8   a quarter, in blocks of 256 with a scale each
     host   fp32 in the memory of the host
 
-Between steps only the kept form exists. bf16 and int8 round what they keep, so conservation holds
-to that rounding only.
+bf16 and int8 round what they keep, so conservation holds to that rounding only. An exchange works
+in fp32, in a room that the exchanges of a group share: as large as the largest of them.
 """
 
 from typing import Any
@@ -65,7 +65,10 @@ class Vector:
         """Keep these values, which must be finite."""
         if self._kept is None:
             self._payload = _EIGHT_BITS.encode(values)
-        elif self._kept.data_ptr() != values.data_ptr() or self._kept.dtype != values.dtype:
+        elif self._kept.dtype == torch.bfloat16:
+            top = torch.finfo(torch.bfloat16).max  # what is larger would round to infinity
+            self._kept.copy_(values.clamp(-top, top))
+        elif self._kept.data_ptr() != values.data_ptr():
             self._kept.copy_(values)
 
     def zero(self) -> None:

@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.choose import COLLECTIVES, suits
 from thinwire.collectives.handle import Account, Handle
 from thinwire.collectives.memory import limit_of
 from thinwire.collectives.reduce import start
 from thinwire.collectives.start import Group, Timeout, compressor_of, span_of
+from thinwire.collectives.talk import Talk
 from thinwire.compressors import Compressor, NoCompression
+from thinwire.compressors.base import FLOATS
 from thinwire.feedback import EF14, Feedback, NoFeedback, feedback_for, parse_feedback
 from thinwire.feedback.base import Desk, Turn
 from thinwire.feedback.vector import Room
@@ -24,7 +27,8 @@ from thinwire.kernels import Key
 from thinwire.methods.unit import Slab, Slabs, State, Unit
 from thinwire.telemetry import Ledger
 
-DENSE = NoCompression()
+DENSE = NoCompression()  # what travels as it is; a user's own NoCompression is another object
+SHOWN = 300  # letters of names in an error
 
 
 class Exchange:
@@ -41,6 +45,17 @@ class Exchange:
         self._turns: list[tuple[Slab | None, Turn]] = []
         self._feedback: Feedback
         self._ready = False  # whether there is something to commit
+        self.idle: set[str] = set()  # tensors that are zero on all ranks
+        self._aside: list[tuple[Tensor, Tensor]] = []  # places in residuals, and their content
+
+    def set_aside(self, unit: Unit, turn: Turn) -> None:
+        """Take what is remembered of idle tensors out of this exchange."""
+        if self.idle and turn.residual is not None:
+            parts = torch.split(turn.residual, unit.sizes)
+            for name, part in zip(unit.names, parts, strict=True):
+                if name in self.idle:
+                    self._aside.append((part, part.clone()))
+                    part.zero_()
 
     def commit(self) -> None:
         """Remember what it left out. The reducer does this itself unless told that it comes later;
@@ -48,6 +63,8 @@ class Exchange:
         if not self._ready:
             return
         self._ready = False
+        for place, values in self._aside:
+            place.copy_(values)
         for slab, turn in self._turns:
             turn.commit()
             if slab is not None:
@@ -94,8 +111,9 @@ class Reducer:
         else:
             self.feedback = feedback if isinstance(feedback, Feedback) else parse_feedback(feedback)
         limit_of(max_bytes), span_of(timeout), Key(seed=seed).checked()  # refused here and now
-        self._options = {
-            "collective": collective,
+        check_collective(collective, self.compressor)
+        self._collective = collective
+        self._options: dict[str, Any] = {
             "group": group,
             "max_bytes": max_bytes,
             "timeout": timeout,
@@ -123,11 +141,18 @@ class Reducer:
             together: compress them as one: the largest elements of all tensors, not of each.
             async_op: return at once; the tensors belong to the call until the handle has ended.
         """
+        if not isinstance(tensors, Mapping):
+            kind = type(tensors).__name__
+            raise TypeError(f"average takes tensors by name, {{'weight': tensor}}, got a {kind}")
         if not tensors:
             raise ValueError("average needs at least one tensor")
         for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                raise TypeError(f"the name of a tensor must be a string, got {name!r}")
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+            if tensor.layout != torch.strided:
+                raise TypeError(f"{name}: a sparse tensor, call to_dense() first")
         if together:
             kinds = {(tensor.dtype, tensor.device) for tensor in tensors.values()}
             if len(kinds) > 1:
@@ -138,6 +163,7 @@ class Reducer:
         exchange = self.start(units)
         if not async_op:
             exchange.handle.wait()
+            self.ledger.fold()
         return exchange.handle
 
     def start(
@@ -146,34 +172,57 @@ class Reducer:
         compressor: Compressor | None = None,
         *,
         later: bool = False,
+        gate: Callable[[], None] | None = None,
+        census: bool = False,
         measure: Callable[[Unit, Turn, Compressor, Key], None] | None = None,
     ) -> Exchange:
         """Start one exchange of several units.
 
         Args:
-            compressor: for this exchange; by default the reducer's own.
+            compressor: for this exchange; by default the reducer's own. What travels as it is
+                (`DENSE`) takes the collective that suits it.
+            gate: called before anything is sent; what it raises ends the exchange on this rank.
+            census: leave out what is remembered of tensors that are zero on all ranks. DDP throws
+                away the averages of parameters that nobody has used.
             later: `commit` will be called, or not, when more is known.
             measure: called by the exchanging thread before each unit is compressed.
         """
         exchange = Exchange(units)
         compressor = self.compressor if compressor is None else compressor
         feedback = exchange._feedback = self._feedback_of(units, compressor)
+        if not (compressor.lossless and isinstance(feedback, NoFeedback)):
+            for unit in units:
+                check_types(unit, compressor)
         flats: list[Tensor] = []
         for i, unit in enumerate(units):
             slab = None if isinstance(feedback, NoFeedback) else self.slabs.of(unit)
-            desk = Desk(self._room, f"{i}", slab is None or slab.fresh, later)
+            if slab is not None and feedback.dense_start:
+                slab.settled()  # whether this one goes uncompressed must not depend on speed
+            desk = Desk(self._room, f"{i}", slab is None or slab.fresh, later or census)
             flat = unit.flat(self._room, f"{i}")
             flats.append(flat)
             turn = feedback.turn({} if slab is None else slab.vectors, flat, desk)
             exchange._turns.append((slab, turn))
             if slab is not None and slab.fresh and feedback.dense_start:
                 compressor = DENSE
-        key = self._key(units)
+        names = [name for unit in units for name in unit.names]
+        turn_number = self.turns.get(names[0], 0)
+        key = Key(self.seed, turn_number, zlib.crc32("\n".join(names).encode()))
+        collective = "auto" if compressor is DENSE else self._collective
+
+        asked = census and isinstance(feedback, EF14)
+
+        def ask(talk: Talk) -> None:
+            if gate is not None:
+                gate()
+            if asked:
+                exchange.idle = idle_names(talk, units)
 
         def before() -> None:
             for unit, flat, (_, turn) in zip(units, flats, exchange._turns, strict=True):
                 unit.fill(flat)
                 turn.before()
+                exchange.set_aside(unit, turn)
                 if measure is not None:
                     measure(unit, turn, compressor, key)
 
@@ -194,14 +243,21 @@ class Reducer:
             tensors,
             compressor,
             [turn.residual for _, turn in exchange._turns],
-            [piece for unit in units for piece in unit.pieces],
+            None,  # a handle that is kept must not keep the tensors
             op=dist.ReduceOp.AVG,
             async_op=True,
+            collective=collective,
             key=key,
+            about=_about(units),
+            gate=ask,
             before=before,
             after=after,
             **self._options,
         )
+        self.turns[names[0]] = (turn_number + 1) % (1 << 32)
+        for slab, _ in exchange._turns:
+            if slab is not None:
+                slab.begun(exchange.handle)
         self.ledger.note(exchange.handle, units, compressor)
         return exchange
 
@@ -212,13 +268,6 @@ class Reducer:
         if needless and not any(self.slabs.knows(unit) for unit in units):
             return NoFeedback()
         return self.feedback
-
-    def _key(self, units: Sequence[Unit]) -> Key:
-        """Of this exchange: other numbers for other tensors, and each time."""
-        names = [name for unit in units for name in unit.names]
-        turn = self.turns.get(names[0], 0)
-        self.turns[names[0]] = (turn + 1) % (1 << 32)
-        return Key(self.seed, turn, zlib.crc32("\n".join(names).encode()))
 
     def reset(self) -> None:
         """Forget what was left out."""
@@ -249,6 +298,9 @@ class Reducer:
                 entries as the group has members, each rank goes on with the mean of what they
                 remembered: what is yet to be sent stays the same for the average.
         """
+        states = [state] if isinstance(state, Mapping) else state
+        if not isinstance(states, Sequence) or not states or not all(map(_is_state, states)):
+            raise ValueError("expected the state of a reducer, or a list of all ranks' states")
         size = dist.get_world_size(self._options["group"])
         if isinstance(state, Mapping):
             chosen: Mapping[str, Any] = state
@@ -272,10 +324,59 @@ class Reducer:
         )
 
 
+def check_collective(collective: str, compressor: Compressor) -> None:
+    """Refuse a collective that a compressor cannot go through."""
+    if collective not in COLLECTIVES:
+        raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
+    unsuited = None if collective == "auto" else suits(collective, compressor)
+    if unsuited is not None:
+        raise ValueError(f"{compressor} cannot go through {collective!r}: {unsuited}")
+
+
+def idle_names(talk: Talk, units: Sequence[Unit]) -> set[str]:
+    """The tensors that are zero on all ranks."""
+    named = [(n, p) for unit in units for n, p in zip(unit.names, unit.pieces, strict=True)]
+    with talk.preparing():
+        used = torch.tensor([bool(p.any()) for _, p in named], dtype=torch.uint8)
+        used = used.to(talk.device)
+    talk.meet([used.numel()])
+    rows = talk.gather(used, [used.numel()] * talk.members.size)
+    found = torch.stack([row.cpu() for row in rows]).amax(0).tolist()
+    return {name for (name, _), any_used in zip(named, found, strict=True) if not any_used}
+
+
+def check_types(unit: Unit, compressor: Compressor) -> None:
+    for name, piece in zip(unit.names, unit.pieces, strict=True):
+        if piece.dtype not in FLOATS:
+            raise TypeError(f"{name}: {compressor} takes floating-point tensors, not {piece.dtype}")
+
+
+def _about(units: Sequence[Unit]) -> tuple[tuple[str, str], ...]:
+    """Which tensors: ranks must agree in names, types and grouping."""
+    words = [
+        "+".join(
+            f"{n} {str(p.dtype).removeprefix('torch.')}"
+            for n, p in zip(unit.names, unit.pieces, strict=True)
+        )
+        for unit in units
+    ]
+    text = ", ".join(words)
+    if len(text) > SHOWN:
+        text = f"{text[:SHOWN]}... ({len(words)} units, {zlib.crc32(text.encode()):08x})"
+    return (("tensors", text),)
+
+
+def _is_state(state: Any) -> bool:
+    keys = ("seed", "feedback", "turns", "tensors")
+    return isinstance(state, Mapping) and all(key in state for key in keys)
+
+
 def mean_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The mean of all ranks' memories: with it on any number of ranks, the average of what is
     remembered, and so of what will be sent, is what it was."""
     first = states[0]
+    if any(state["tensors"].keys() != first["tensors"].keys() for state in states):
+        raise ValueError("the states are not of one model: they remember different tensors")
     tensors: dict[str, Any] = {}
     for name, kept in first["tensors"].items():
         means: State = {}

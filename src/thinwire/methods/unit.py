@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from thinwire.collectives.handle import Handle
 from thinwire.feedback.base import Feedback
 from thinwire.feedback.vector import Room, Vector
 
@@ -27,6 +28,11 @@ class Unit:
     def __init__(self, names: Sequence[str], pieces: Sequence[Tensor]) -> None:
         self.names = tuple(names)
         self.pieces = [piece.detach() for piece in pieces]
+        for name, piece in zip(names, self.pieces, strict=True):
+            if any(
+                n > 1 and step == 0 for n, step in zip(piece.shape, piece.stride(), strict=True)
+            ):
+                raise ValueError(f"{name}: several elements share one place in memory")
         self._joined = joined(self.pieces)
 
     @property
@@ -82,6 +88,25 @@ class Slab:
     vectors: dict[str, Vector]
     steps: int = 0
     fresh: bool = True  # nothing remembered yet
+    handle: Handle | None = None  # of the last exchange, which may still be under way
+
+    def begun(self, handle: Handle) -> None:
+        """An exchange of it is under way; a handle that has ended is let go with its tensors."""
+        self.handle = handle
+        handle.when_ended(self._release)
+
+    def _release(self, handle: Handle) -> None:
+        if self.handle is handle:
+            self.handle = None
+
+    def settled(self) -> None:
+        """Return when no exchange of it is under way."""
+        handle = self.handle
+        if handle is not None:
+            handle.ended()
+
+    def _span(self, name: str) -> tuple[int, int]:
+        return list(pairwise([0, *accumulate(self.sizes)]))[self.names.index(name)]
 
     def committed(self, feedback: Feedback) -> None:
         """One more step is remembered."""
@@ -101,7 +126,8 @@ class Slab:
 
     def state(self, name: str) -> State:
         """A copy of what is remembered of one tensor."""
-        lo, hi = list(pairwise([0, *accumulate(self.sizes)]))[self.names.index(name)]
+        self.settled()
+        lo, hi = self._span(name)
         if self.fresh:
             return {}
         return {part: vector.read()[lo:hi].clone() for part, vector in self.vectors.items()}
@@ -124,9 +150,14 @@ class Slabs:
     def of(self, unit: Unit) -> Slab:
         """The slab of a unit; made anew if its tensors come together for the first time."""
         found = self._by_name.get(unit.names[0])
-        if found is not None and found.names == unit.names and found.matches(unit):
+        if (
+            found is not None
+            and found.names == unit.names
+            and found.matches(unit)
+            and all(self._by_name.get(name) is found for name in unit.names)
+        ):
             return found
-        known = {name: self._take(name) for name in unit.names}
+        known = {name: self.state(name) for name in unit.names}
         first = unit.pieces[0]
         numel = sum(unit.sizes)
         vectors = self.feedback.memory(numel, first.dtype, first.device)
@@ -144,13 +175,8 @@ class Slabs:
         slab = Slab(unit.names, tuple(unit.sizes), first.dtype, vectors, steps, fresh)
         for name in unit.names:
             self._by_name[name] = slab
+            self._waiting.pop(name, None)
         return slab
-
-    def _take(self, name: str) -> tuple[State, int]:
-        if name in self._by_name:
-            slab = self._by_name[name]
-            return slab.state(name), slab.steps
-        return self._waiting.pop(name, ({}, 0))
 
     def names(self) -> list[str]:
         return [*self._by_name, *self._waiting]
@@ -160,7 +186,8 @@ class Slabs:
         if name in self._by_name:
             slab = self._by_name[name]
             return slab.state(name), slab.steps
-        return self._waiting[name]
+        state, steps = self._waiting.get(name, ({}, 0))
+        return {part: values.clone() for part, values in state.items()}, steps
 
     def load(self, states: Mapping[str, tuple[State, int]]) -> None:
         """Forget all, and remember this when the tensors come."""
@@ -169,14 +196,15 @@ class Slabs:
 
     def knows(self, unit: Unit) -> bool:
         """Whether something is remembered of any of its tensors."""
-        return any(
-            name in self._waiting or (name in self._by_name and not self._by_name[name].fresh)
-            for name in unit.names
-        )
+        own = [self._by_name[name] for name in unit.names if name in self._by_name]
+        for slab in own:
+            slab.settled()  # ranks must agree, however fast each of them is
+        return any(name in self._waiting for name in unit.names) or not all(s.fresh for s in own)
 
     def scale(self, factor: float) -> None:
         """Multiply all that is remembered."""
         for slab in {id(slab): slab for slab in self._by_name.values()}.values():
+            slab.settled()
             for vector in slab.vectors.values():
                 vector.scale(factor)
         for state, _ in self._waiting.values():

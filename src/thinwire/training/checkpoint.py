@@ -4,7 +4,7 @@ That keeps one copy of what has the same key on all ranks, so each vector is a t
 numel] of which every rank holds its own row. All else is numbers in tensors of sizes that follow
 from the model: what is not a tensor would be pickled.
 
-    ranks             [ranks]             1 each
+    thinwire_ranks    [ranks]             1 each
     run               [4]                 step, seed in two halves, scale as bits
     tensors           [tensors, 6]        steps, turn, order, unit, place, dense; -1 for none
     state.PART.NAME   [ranks, numel]      what is remembered
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from thinwire.training.wire import Wire
 
 HALF = 1 << 32
+RANKS = "thinwire_ranks"
 
 
 class Checkpoint:
@@ -40,7 +41,7 @@ class Checkpoint:
         saved = self._saved_ranks()
         kept = reducer["tensors"]
         state: dict[str, Any] = {
-            "ranks": self._sharded(torch.ones(1, dtype=torch.int64), saved),
+            RANKS: self._sharded(torch.ones(1, dtype=torch.int64), saved),
             "run": torch.tensor([own["step"], *divmod(reducer["seed"], HALF), _bits(own["scale"])]),
             "tensors": self._table(own),
         }
@@ -58,7 +59,7 @@ class Checkpoint:
         wire = self._wire
         names = list(wire._parameters)
         table = state["tensors"].tolist()
-        saved = state["ranks"].shape[0]
+        saved = state[RANKS].shape[0]
         same = saved == dist.get_world_size(self._group)
         step, high, low, scale = state["run"].tolist()
         tensors: dict[str, dict[str, Any]] = {}
@@ -133,7 +134,7 @@ class Checkpoint:
 
         entries = FileSystemReader(self._path).read_metadata().state_dict_metadata
         for key, entry in entries.items():
-            if key == "ranks" or key.endswith(".ranks"):
+            if key == RANKS or key.endswith(f".{RANKS}"):
                 size: int = entry.size[0]  # type: ignore[union-attr]
                 return size
         raise ValueError(f"{self._path} holds no state of a wire")

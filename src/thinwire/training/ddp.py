@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives.choose import COLLECTIVES
 from thinwire.collectives.start import Timeout, compressor_of
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback
-from thinwire.methods.reducer import Reducer
+from thinwire.methods.reducer import Reducer, check_collective
 from thinwire.training.names import parameter_names, unwrapped
 from thinwire.training.planner import Planner
 from thinwire.training.wire import Wire
@@ -94,8 +93,6 @@ def attach(
             f"attach takes a DistributedDataParallel model, got {type(ddp).__name__}: wrap it, or "
             "average gradients in a loop of your own with tw.Reducer"
         )
-    if collective not in COLLECTIVES:
-        raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
     if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
         raise ValueError(f"min_numel must be a number of elements, got {min_numel!r}")
     for what, value in (("check_every", check_every), ("measure_every", measure_every)):
@@ -106,8 +103,13 @@ def attach(
     patterns = [exclude] if isinstance(exclude, str) else list(exclude)
     named = parameter_names(ddp)
     parameters = {name: parameter for parameter, name in named if parameter.requires_grad}
-    choices = _choices(parameters, compressor, min_numel, patterns)
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise TypeError(f"{name}: DDP hooks cannot carry {parameter.dtype} parameters")
+    choices = _choices({n: p for p, n in named}, compressor, min_numel, patterns)
     used = {choice for choice in choices.values() if choice is not None}
+    for choice in used:
+        check_collective(collective, choice)
     group = ddp.process_group
     reducer = Reducer(
         min(used, key=str) if used else "none",
@@ -124,12 +126,14 @@ def attach(
         {id(parameter): name for parameter, name in named},
         parameters,
         group=group,
+        timeout=timeout,
+        census=ddp.find_unused_parameters,
         scaler=scaler,
         check_every=check_every,
         measure_every=measure_every,
     )
     _plug_in(ddp, wire)
-    _tell(parameters, choices)
+    _tell(parameters, {name: choices[name] for name in parameters})
     return wire
 
 
@@ -154,7 +158,11 @@ def _choices(
             found[name] = fixed
         else:
             choice = compressor(name)  # type: ignore[operator]
-            found[name] = None if choice is None else compressor_of(choice)
+            try:
+                found[name] = None if choice is None else compressor_of(choice)
+            except (TypeError, ValueError) as error:
+                error.add_note(f"for parameter {name}")
+                raise
     return found
 
 

@@ -20,6 +20,7 @@ class Piece(NamedTuple):
     name: str
     num_bytes: int
     dtype: torch.dtype
+    sparse: bool = False  # a sparse gradient, made dense
 
 
 class Order(NamedTuple):
@@ -60,7 +61,7 @@ class Planner:
         """What is to be sent now that these tensors are there too."""
         by_compressor: dict[Compressor, list[str]] = {}
         for piece in bucket:
-            compressor = self._choose(piece.name)
+            compressor = None if piece.sparse else self._choose(piece.name)
             if compressor is None:
                 self._dense.append(piece)
             else:

@@ -1,7 +1,7 @@
 """Are the replicas still the same? Hashes of the parameters, compared over the ranks."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,15 @@ def check_replicas(
                 timeout).wait()  # fmt: skip
 
 
-def start_check(tensors: Mapping[str, Tensor], group: Group, timeout: Timeout = None) -> Handle:
-    """The same in the background; the handle fails with the error."""
+def start_check(
+    tensors: Mapping[str, Tensor], group: Group, timeout: Timeout = None, counts: bool = True
+) -> Handle:
+    """The same in the background; the handle fails with the error.
+
+    Args:
+        counts: whether this rank's replica is to be compared. One that has joined early takes no
+            more steps and is behind the others.
+    """
     session = Session(group, list(tensors.values()) or [torch.empty(0)])
     handle = Handle(None, f"comparison of {len(tensors)} parameters")
     if session.size == 1:
@@ -51,10 +58,11 @@ def start_check(tensors: Mapping[str, Tensor], group: Group, timeout: Timeout = 
             digests = b"".join(_digest(tensor) for tensor in tensors.values())
             message = torch.frombuffer(bytearray(digests or b"\0"), dtype=torch.uint8)
             message = message.to(talk.device)
-        talk.meet([message.numel()])
+        said = talk.meet([message.numel(), counts])
         rows = talk.gather(message, [message.numel()] * talk.members.size)
-        table = [bytes(row.cpu().numpy()) for row in rows]
-        difference = _difference(table, list(tensors), talk.members.ranks)
+        there = [i for i, one in enumerate(said) if one.numbers[1]]
+        table = [bytes(rows[i].cpu().numpy()) for i in there]
+        difference = _difference(table, list(tensors), [talk.members.ranks[i] for i in there])
         if difference:
             raise ReplicaError(difference)
 
@@ -66,9 +74,9 @@ def _digest(tensor: Tensor) -> bytes:
     return hashlib.blake2b(data.numpy().data, digest_size=8).digest()
 
 
-def _difference(table: list[bytes], names: list[str], ranks: tuple[int, ...]) -> str:
+def _difference(table: list[bytes], names: list[str], ranks: Sequence[int]) -> str:
     """Who differs from most, and in which parameters; nothing if all agree."""
-    if len(set(table)) == 1:
+    if len(set(table)) <= 1:
         return ""
     most = max(set(table), key=lambda row: (table.count(row), -table.index(row)))
     found = []

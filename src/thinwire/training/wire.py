@@ -1,8 +1,9 @@
 """The wire of one DDP model: what its hook does with each bucket.
 
     hook(bucket)       pieces -> plan -> exchanges on the group's own thread; backward goes on
-    end of backward    wait for all exchanges, hand the results to DDP, remember what was left out
-    after DDP's end    raise what went wrong, as itself
+    end of an exchange (on that thread) buckets whose tensors are all there are handed to DDP
+    end of backward    wait for all exchanges, note what went wrong
+    after DDP's end    raise it, as itself
 
 The last two run as callbacks of the autograd engine, queued with the last bucket: the first before
 DDP finishes its buckets, the second after it.
@@ -10,18 +11,20 @@ DDP finishes its buckets, the second after it.
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.collectives.handle import Handle
+from thinwire.collectives.reduce import refuse
+from thinwire.collectives.start import Timeout
 from thinwire.feedback import EF14
-from thinwire.methods.reducer import DENSE, Exchange, Reducer
+from thinwire.methods.reducer import DENSE, Reducer
 from thinwire.methods.unit import Unit
 from thinwire.telemetry import span
+from thinwire.training.backward import Bucket, Future, Pass
 from thinwire.training.measure import Measurer
 from thinwire.training.planner import Order, Piece, Planner
 from thinwire.training.replicas import start_check
@@ -30,7 +33,6 @@ from thinwire.training.summary import stats_of, table_of
 log = logging.getLogger("thinwire")
 REPLAYS = 2  # DDP has formed its final buckets after so many backward passes
 
-Future = torch.futures.Future[Tensor]
 GradBucket = Any  # torch.distributed.GradBucket has no types
 
 
@@ -50,6 +52,8 @@ class Wire:
         parameters: Mapping[str, Tensor],
         *,
         group: Any,
+        timeout: Timeout = None,
+        census: bool = False,
         scaler: Any = None,
         check_every: int = 0,
         measure_every: int = 0,
@@ -57,17 +61,18 @@ class Wire:
         self.reducer = reducer
         self.step = 0
         self._planner, self._names, self._parameters = planner, names, parameters
-        self._group, self._scaler = group, scaler
+        self._group, self._timeout, self._scaler = group, timeout, scaler
+        self._census = census  # whether parameters may be unused on all ranks
         self._check_every, self._measure_every = check_every, measure_every
         self._measurer = Measurer(reducer.ledger)
-        self._scale: float | None = None
+        self._scale = 1.0  # of the loss, and with it of all that is remembered
         self._replay: list[Order] = []  # the plan of the step that a loaded state comes from
         self._replays = 0
         self._layout: list[Order] = []  # the plan of the last whole step
         self._writers: list[tuple[Any, int]] = []
         self._sparse: set[str] = set()
         self._socket: Any = None  # set by attach
-        self._clear()
+        self._pass = Pass()
 
     def __repr__(self) -> str:
         state = "detached" if self._socket is None else f"step {self.step}"
@@ -116,118 +121,109 @@ class Wire:
             torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda
             else torch.futures.Future()
         )  # fmt: skip
+        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        dense = buffer.to_dense() if buffer.is_sparse else None
         try:
             if bucket.index() == 0:
                 self._begin()
-            self._receive(bucket, future)
         except Exception as error:
-            self._errors.append(error)
-        if bucket.is_last() and not self._queue(self._finish):
-            self._finish()  # not in a backward pass: a rank that has joined the others early
+            self._fail(error, bucket.parameters()[0])
+        self._pass.expect(Bucket(future, buffer, dense, set(names)))
+        try:
+            if not self._pass.errors:
+                gradients = bucket.gradients() if dense is None else [dense]
+                self._receive(dict(zip(names, gradients, strict=True)), bucket, dense is not None)
+        except Exception as error:
+            self._fail(error, bucket.parameters()[0])
+        if self._pass.errors:
+            self._pass.give_up()
+        if bucket.is_last() and not queue_callback(self._finish):
+            # Not in a backward pass: a rank that has joined the others early.
+            self._finish()
         return future
 
-    def _clear(self) -> None:
-        self._arrived: dict[str, Tensor] = {}
-        self._futures: list[tuple[Future, Tensor, Tensor | None]] = []
-        self._exchanges: list[Exchange] = []
-        self._checks: list[Handle] = []
-        self._errors: list[BaseException] = []
-        self._planner.begin()
-
     def _begin(self) -> None:
-        for exchange in self._exchanges:  # of a backward pass that was broken off
-            exchange.handle.ended()
-        self._clear()
+        for handle in self._pass.handles:  # of a backward pass that was broken off
+            handle.ended()
+        self._pass = Pass()
+        self._planner.begin()
         self.step += 1
-        if self._scaler is not None:
-            scale = float(self._scaler.get_scale())
-            if self._scale is not None and scale != self._scale:
-                self.reducer.scale(scale / self._scale)
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        if scale != self._scale:
+            self.reducer.scale(scale / self._scale)
             self._scale = scale
         if self._check_every and self.step % self._check_every == 0:
-            self._checks.append(start_check(self._parameters, self._group))
+            counts = queue_callback(lambda: None)  # else this rank has joined and is behind
+            check = start_check(self._parameters, self._group, self._timeout, counts)
+            self._pass.follow(check, set())
 
-    def _receive(self, bucket: GradBucket, future: Future) -> None:
-        buffer = bucket.buffer()
-        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-        if buffer.is_sparse:
-            dense = buffer.to_dense()
-            self._futures.append((future, buffer, dense))
-            gradients = [dense]
-            self._note_sparse(names[0], dense)
-        else:
-            self._futures.append((future, buffer, None))
-            gradients = bucket.gradients()
-        pieces = []
-        for name, gradient in zip(names, gradients, strict=True):
-            self._arrived[name] = gradient
-            pieces.append(Piece(name, gradient.nbytes, gradient.dtype))
+    def _fail(self, error: Exception, tensor: Tensor) -> None:
+        """This rank cannot go on with the pass: the others are told in their next exchange."""
+        self._pass.errors.append(error)
+        self._pass.follow(refuse(error, tensor, self._group, self._timeout), set())
+
+    def _receive(self, arrived: dict[str, Tensor], bucket: GradBucket, sparse: bool) -> None:
+        self._pass.arrived.update(arrived)
+        pieces = [Piece(name, g.nbytes, g.dtype, sparse) for name, g in arrived.items()]
+        if sparse:
+            for piece in pieces:
+                self._note_sparse(piece)
         due = self._planner.add(pieces, bucket.is_last())
-        if self._replay:
-            due = self._replayed()
-        for order in due:
+        for order in self._replayed() if self._replay else due:
             self._send(order)
 
     def _replayed(self) -> list[Order]:
         """The orders of the loaded plan whose turn has come."""
-        done = len(self._exchanges)
         due: list[Order] = []
-        for order in self._replay[done:]:
-            if not order.names <= self._arrived.keys():
+        for order in self._replay[len(self._pass.exchanges) :]:
+            if not order.names <= self._pass.arrived.keys():
                 break
             due.append(order)
         return due
 
     def _send(self, order: Order) -> None:
-        units = [Unit(names, [self._arrived[name] for name in names]) for names in order.units]
+        arrived = self._pass.arrived
+        units = [Unit(names, [arrived[name] for name in names]) for names in order.units]
         # Not the first step, which may be special (EF21 sends it uncompressed).
         measured = self._measure_every and (self.step - 2) % self._measure_every == 0
-        self._exchanges.append(
-            self.reducer.start(
-                units,
-                DENSE if order.compressor is None else order.compressor,
-                later=self._scaler is not None,
-                measure=self._measurer if measured and order.compressor is not None else None,
-            )
+        exchange = self.reducer.start(
+            units,
+            DENSE if order.compressor is None else order.compressor,
+            later=self._scaler is not None,
+            gate=self._pass.gate,
+            census=self._census,
+            measure=self._measurer if measured and order.compressor is not None else None,
         )
+        self._pass.exchanges.append(exchange)
+        self._pass.follow(exchange.handle, order.names)
 
     # The end of a backward pass.
-
-    def _queue(self, callback: Any) -> bool:
-        """Have the autograd engine call this when its backward pass ends, if there is one."""
-        try:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(callback)
-        except RuntimeError:
-            return False
-        return True
 
     def _finish(self) -> None:
         begin = time.perf_counter()
         with span("wait"):
-            for handle in [*(exchange.handle for exchange in self._exchanges), *self._checks]:
-                handle.ended()
-                error = handle.exception()
-                if error is not None:
-                    self._errors.append(error)
+            self._pass.wait()
         ledger = self.reducer.ledger
         ledger.add_seconds("waiting", time.perf_counter() - begin)
         ledger.fold()
-        if not self._errors:
-            self._settle()
-        futures, errors = self._futures, self._errors
-        self._clear()
-        raised = errors and self._queue(lambda: _raise(errors))
-        for future, buffer, dense in futures:
-            if errors and not raised:
-                future.set_exception(errors[0])  # type: ignore[arg-type]
-            else:
-                future.set_result(buffer if dense is None else _like(buffer, dense))
+        done, self._pass = self._pass, Pass()
+        try:
+            if not done.errors:
+                self._settle(done)
+        except Exception as error:
+            done.errors.append(error)
+        done.give_up()
+        if not done.errors:
+            return
+        # With find_unused_parameters DDP itself would now wait for ranks that are lost.
+        lost = self._census and any(handle.account.lost for handle in done.handles)
+        if lost or not queue_callback(lambda: raise_first(done.errors)):
+            raise_first(done.errors)
 
-    def _settle(self) -> None:
+    def _settle(self, done: Pass) -> None:
         """The whole step went well."""
-        if self._scaler is not None and self._all_finite():
-            for exchange in self._exchanges:
+        if self._scaler is not None and self._all_finite(done):
+            for exchange in done.exchanges:
                 exchange.commit()
         plan = self._planner.orders
         if self._replay:
@@ -240,12 +236,12 @@ class Wire:
             if self.step % every == 0:
                 self._write(writer)
 
-    def _all_finite(self) -> bool:
+    def _all_finite(self, done: Pass) -> bool:
         """Whether the optimizer will take this step: the same answer on all ranks, who have the
         same averages."""
-        if not all(exchange.handle.account.finite for exchange in self._exchanges):
+        if not all(exchange.handle.account.finite for exchange in done.exchanges):
             return False
-        dense = [e for e in self._exchanges if e.handle.collective in ("summable", "none")]
+        dense = [e for e in done.exchanges if e.handle.collective in ("summable", "none")]
         for piece in (piece for e in dense for unit in e.units for piece in unit.pieces):
             flat = piece.reshape(-1)
             if flat.dtype in (torch.float16, torch.bfloat16):
@@ -263,13 +259,12 @@ class Wire:
         for kind, seconds in found["seconds"].items():
             writer.add_scalar(f"thinwire/seconds/{kind}", seconds, self.step)
 
-    def _note_sparse(self, name: str, dense: Tensor) -> None:
-        if name not in self._sparse:
-            self._sparse.add(name)
+    def _note_sparse(self, piece: Piece) -> None:
+        if piece.name not in self._sparse:
+            self._sparse.add(piece.name)
+            size = piece.num_bytes / 1e6
             log.warning(
-                "%s has sparse gradients: it travels dense, %.1f MB a step",
-                name,
-                dense.nbytes / 1e6,
+                "%s has sparse gradients: it travels dense, %.1f MB a step", piece.name, size
             )
 
     # Checkpoints.
@@ -308,12 +303,12 @@ class Wire:
                     f"not the state of a wire of this version: version {one.get('version')!r}"
                 )
         first = states[0]
+        layout = self._read_layout(first)  # refuses what does not fit before anything changes
         self.reducer.load_state_dict(
             first["reducer"] if isinstance(state, Mapping) else [s["reducer"] for s in states]
         )
-        self.step, self._scale = first["step"], first["scale"]
-        self._replay, self._replays = self._read_layout(first), 0
-        self._layout = self._replay
+        self.step, self._scale = first["step"], first["scale"] or 1.0
+        self._replay, self._layout, self._replays = layout, layout, 0
 
     def _read_layout(self, state: Mapping[str, Any]) -> list[Order]:
         orders = []
@@ -321,7 +316,10 @@ class Wire:
             names = tuple(tuple(unit) for unit in units)
             unknown = [name for unit in names for name in unit if name not in self._parameters]
             if unknown:
-                raise ValueError(f"the state has a parameter {unknown[0]!r}, the model has not")
+                raise ValueError(
+                    f"the state has a parameter {unknown[0]!r} that the model has not, or does not "
+                    "train any more"
+                )
             compressor = None if dense else self._planner.compressor_of(names[0][0])
             orders.append(Order(compressor, names))
         if {name for order in orders for name in order.names} != self._parameters.keys():
@@ -346,14 +344,19 @@ class Wire:
         return Checkpoint(self, path)
 
 
-def _raise(errors: list[BaseException]) -> None:
+def queue_callback(callback: Callable[[], None]) -> bool:
+    """Have the autograd engine call this when its backward pass ends; False if there is none."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    return True
+
+
+def raise_first(errors: list[BaseException]) -> None:
     """Raise the first error as itself; the others are noted."""
     first, *others = errors
     for other in others:
         if str(other) != str(first):
             first.add_note(f"also: {type(other).__name__}: {other}")
     raise first
-
-
-def _like(buffer: Tensor, dense: Tensor) -> Tensor:
-    return dense.to_sparse(buffer.sparse_dim())

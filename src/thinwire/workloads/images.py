@@ -31,7 +31,7 @@ class Images(Workload):
     per_class: int = 1200
     test_per_class: int = 300
     width: int = 32
-    learning_rate: float = 0.05
+    learning_rate: float = 0.3
 
     name: ClassVar[str] = "images"
     metric: ClassVar[str] = "test accuracy, %"
@@ -60,17 +60,19 @@ class Images(Workload):
         return F.cross_entropy(model(inputs), targets)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        return SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
+        # Plain: that tells methods apart. Top-K 1 % after 300 steps on 4 ranks, with and without
+        # feedback: 87.7 and 83.9 % (dense 87.1); with momentum 0.9: 86.7 and 85.1 % (dense 87.6).
+        return SGD(model.parameters(), lr=self.learning_rate)
 
     def evaluate(self, model: nn.Module) -> float:
         inputs, targets = labelled(data.pictures().test[:, : self.test_per_class])
         with evaluating(model):
-            guesses = torch.cat([model(chunk).argmax(1) for chunk in inputs.split(CHUNK)])
+            guesses = torch.cat([model(chunk).argmax(1) for chunk in torch.split(inputs, CHUNK)])
         return 100 * (guesses == targets).double().mean().item()
 
 
 def labelled(pictures: Tensor) -> Batch:
-    """Pictures of shape (class, number, 28, 28) as float32 of mean 0 and deviation 1, and labels."""
+    """Pictures (class, number, 28, 28) as float32 of mean 0 and deviation 1, and their labels."""
     classes, each = pictures.shape[:2]
     inputs = pictures.reshape(-1, 1, 28, 28).float().div_(255).sub_(MEAN).div_(STD)
     return inputs, torch.arange(classes).repeat_interleave(each)

@@ -17,7 +17,7 @@ CHUNK = 64  # windows evaluated at once
 
 @dataclass(frozen=True)
 class Text(Workload):
-    """Moby Dick: negative log-likelihood of a transformer with 430,000 parameters.
+    """Moby Dick: negative log-likelihood of a transformer with 427,865 parameters.
 
     Args:
         batch_size: windows of one rank in one step.
@@ -33,7 +33,7 @@ class Text(Workload):
     width: int = 128
     layers: int = 2
     heads: int = 4
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
 
     name: ClassVar[str] = "text"
     metric: ClassVar[str] = "test nll, nats a character"
@@ -63,7 +63,7 @@ class Text(Workload):
         with evaluating(model):
             sums = [
                 self.loss(model, (inputs[part], targets[part])).double() * len(part)
-                for part in chosen.split(CHUNK)
+                for part in torch.split(chosen, CHUNK)
             ]
         return float(sum(sums)) / count
 

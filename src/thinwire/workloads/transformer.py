@@ -22,7 +22,8 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attended(seen.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.before_mlp(x))
+        y: Tensor = self.mlp(self.before_mlp(x))
+        return x + y
 
 
 class Transformer(nn.Module):
@@ -40,4 +41,6 @@ class Transformer(nn.Module):
 
     def forward(self, numbers: Tensor) -> Tensor:
         places = torch.arange(numbers.shape[1], device=numbers.device)
-        return self.head(self.last(self.blocks(self.symbol(numbers) + self.place(places))))
+        x = self.blocks(self.symbol(numbers) + self.place(places))
+        logits: Tensor = self.head(self.last(x))
+        return logits

@@ -40,7 +40,8 @@ class Workload(ABC):
     metric: ClassVar[str]  # what evaluate() returns, with its unit
     higher_is_better: ClassVar[bool]
     default_steps: ClassVar[int]
-    warmup: ClassVar[float] = 0.1  # share of the steps in which the learning rate rises
+    rising: ClassVar[float] = 0.05  # share of the steps in which the learning rate rises
+    falling: ClassVar[float] = 0.3  # and falls
 
     batch_size: int  # of one rank
 
@@ -64,12 +65,14 @@ class Workload(ABC):
                 yield inputs[chosen], targets[chosen]
 
     def schedule(self, optimizer: Optimizer, steps: int) -> LambdaLR:
-        """Up to the optimizer's learning rate in the first tenth, then down to zero, in lines."""
-        rising = max(1, round(steps * self.warmup))
-        falling = max(1, steps - rising)
+        """A trapezium: straight up to the optimizer's learning rate, held, straight down to zero.
+
+        Held, because what feedback delays would arrive at a lower rate than it was computed for.
+        """
+        rising, falling = max(1.0, steps * self.rising), max(1.0, steps * self.falling)
 
         def factor(step: int) -> float:
-            return min((step + 1) / rising, max(0.0, (steps - step) / falling))
+            return max(0.0, min(1.0, (step + 1) / rising, (steps - step) / falling))
 
         return LambdaLR(optimizer, factor)
 

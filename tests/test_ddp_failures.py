@@ -1,0 +1,377 @@
+"""What comes out of backward() when ranks disagree, fail, die or stall, and replicas that differ.
+
+Functions with a leading `on_` run on every rank, in the processes of ranks.py. Models and batches
+are those of nets.py.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from nets import MIN, Books, all_same, alone, backward, gradients, memory, named, net, train, wired
+from torch import Tensor, nn
+
+import thinwire as tw
+
+pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
+
+SOON = 12.0  # seconds: "at once" on a busy machine, and far below the timeout of nets.py
+SHORT = 1.5  # seconds: a timeout that is meant to pass
+
+
+class Report(NamedTuple):
+    """What a rank saw of a backward pass."""
+
+    error: str
+    untouched: bool  # what is remembered of compressed tensors is what it was
+    seconds: float
+    notes: str
+
+
+def compressed(wire: tw.Wire) -> dict[str, Tensor]:
+    """What is remembered of matrices; EF21 remembers also what travels as it is."""
+    return {name: value for name, value in memory(wire).items() if ".weight " in name}
+
+
+def attempt(model: Any, wire: tw.Wire, step: int) -> Report:
+    before, start, error, notes = compressed(wire), time.monotonic(), "", ""
+    try:
+        backward(model, step)
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+        notes = "\n".join(getattr(caught, "__notes__", []))
+    return Report(error, all_same(compressed(wire), before), time.monotonic() - start, notes)
+
+
+# Ranks that disagree
+
+
+def on_mismatch(feedback: str) -> tuple[Report, dict[str, float], bool]:
+    """The last rank has another wire in step 2, and its own again from step 3 on."""
+    model, wire = wired(feedback=feedback)
+    odd, books = dist.get_rank() == dist.get_world_size() - 1, Books(model, wire)
+    for step in range(5):
+        if step == 2:
+            if odd:
+                wire.detach()
+                other = tw.attach(model, "topk:0.2", feedback=feedback, min_numel=MIN)
+                other.load_state_dict(wire.state_dict())
+            report = attempt(model, other if odd else wire, step)
+            if odd:
+                other.detach()
+                again = tw.attach(model, "topk:0.1", feedback=feedback, min_numel=MIN)
+                again.load_state_dict(other.state_dict())
+                books._wire = again
+            continue
+        books.put(alone(model, step))
+        backward(model, step)
+        books.take()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, gradients(model))
+    alike = all(all_same(each, everyone[0]) for each in everyone)
+    return report, books.balance() if feedback == "ef14" else {}, alike
+
+
+@pytest.mark.parametrize(("size", "feedback"), [(2, "ef14"), (3, "ef14"), (2, "ef21m:0.5")])
+def test_ranks_that_attached_different_things_all_learn_who_differs_in_what(size, feedback):
+    """What was remembered stays, and the next backward pass works."""
+    others = f"on {'rank' if size == 2 else 'ranks'} {', '.join(map(str, range(size - 1)))}"
+    for report, balance, alike in ranks.run(on_mismatch, feedback, ranks=size):
+        assert report.error.startswith("MismatchError: ranks disagree in one call, ")
+        wanted = f"compressor: topk:0.1 {others} but topk:0.2 on rank {size - 1}"
+        assert wanted in report.error
+        assert report.untouched
+        assert report.seconds < SOON
+        assert all(value <= 1 for value in balance.values()), balance
+        assert alike
+
+
+DIFFERENT = {  # what rank 1 attached
+    "min_numel": {"min_numel": 700},
+    "exclude": {"exclude": "4.weight"},
+    "check_every": {"check_every": 1},
+    "compressor": {"compressor": lambda name: "topk:0.2" if name[0] == "2" else "topk:0.1"},
+}
+
+
+def on_different(kind: str) -> tuple[list[Report], bool]:
+    """Two passes that go wrong, and one that does not."""
+    odd = dist.get_rank() == 1
+    model, wire = wired(**{"timeout": 4.0} | (DIFFERENT[kind] if odd else {}))
+    reports = [attempt(model, wire, step) for step in range(2)]
+    wire.detach()
+    wire = tw.attach(model, "topk:0.1", min_numel=MIN, timeout=4.0)
+    return reports, attempt(model, wire, 2).error == ""
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_ranks_that_would_exchange_different_numbers_of_tensors_learn_so(kind):
+    found = ranks.run(on_different, kind, ranks=2)
+    for reports, usable in found:
+        assert [report.error.partition(":")[0] for report in reports] == ["MismatchError"] * 2
+        assert all(report.seconds < 3 for report in reports)
+        assert usable
+
+
+# Ranks that cannot go on
+
+
+def on_memory() -> tuple[Report, bool]:
+    model, wire = wired(max_bytes=100 if dist.get_rank() == 1 else None)
+    attempt(model, wire, 0)
+    report = attempt(model, wire, 1)
+    wire.detach()
+    wire = tw.attach(model, "topk:0.1", min_numel=MIN)
+    return report, attempt(model, wire, 2).error == ""
+
+
+def test_a_memory_limit_on_one_rank_refuses_for_all():
+    (own, usable), (other, also) = reversed(ranks.run(on_memory, ranks=2))
+    assert own.error.startswith("MemoryLimitError: ")
+    assert other.error.startswith("PeerError: average: could not go on at rank 1: MemoryLimitError")
+    assert own.untouched
+    assert other.untouched
+    assert usable
+    assert also
+
+
+class Unscaled:
+    """A GradScaler whose scale cannot be read in the second step, on rank 1."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def get_scale(self) -> float:
+        self.steps += 1
+        if self.steps == 2 and dist.get_rank() == 1:
+            raise OverflowError("no scale")
+        return 1.0
+
+
+def on_no_scale() -> list[Report]:
+    model, wire = wired(scaler=Unscaled(), timeout=3.0)
+    return [attempt(model, wire, step) for step in range(2)]
+
+
+def test_an_error_at_the_start_of_a_pass_comes_out_of_it():
+    first, second = ranks.run(on_no_scale, ranks=2, seconds=20)
+    assert second[1].error == "OverflowError: no scale"
+    assert first[1].error.partition(":")[0] in ("PeerError", "MismatchError")
+
+
+def on_nan(where: str) -> tuple[list[str], Report, bool]:
+    """Without a scaler: which gradients are NaN on this rank, and whether the next step works."""
+    model, wire = wired(ddp={"bucket_cap_mb": 1})
+    backward(model, 0)
+    if dist.get_rank() == 1:
+        parameter = named(model)[where]
+        handle = parameter.register_hook(lambda g: g * torch.nan)
+    report = attempt(model, wire, 1)
+    bad = [name for name, g in gradients(model).items() if not g.isfinite().all()]
+    if dist.get_rank() == 1:
+        handle.remove()
+    return bad, report, attempt(model, wire, 2).error == "" and memory_is_finite(wire)
+
+
+def memory_is_finite(wire: tw.Wire) -> bool:
+    return all(value.isfinite().all() for value in memory(wire).values())
+
+
+def test_nan_on_one_rank_reaches_all_and_no_residual():
+    for bad, report, works in ranks.run(on_nan, "2.weight", ranks=2):
+        assert "2.weight" in bad
+        assert report.error == ""
+        assert report.untouched
+        assert works
+    for bad, report, works in ranks.run(on_nan, "2.bias", ranks=2):
+        assert "2.bias" in bad
+        assert report.error == ""
+        assert works
+
+
+# Ranks that die or stall
+
+
+class Victim:
+    """Kills its process, or lets it sleep, in the middle of a backward pass."""
+
+    def __init__(self, how: str, parameter: nn.Parameter) -> None:
+        self.how = how
+        parameter.register_hook(self)
+
+    def __call__(self, gradient: Tensor) -> None:
+        if self.how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+
+
+def on_loss(how: str, ddp: dict[str, Any], options: dict[str, Any]) -> list[Report]:
+    """The last rank is lost in the third step; what the others see of that and of the next."""
+    model, wire = wired(ddp=ddp, **options)
+    train(model, range(2))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        Victim(how, named(model)["2.weight"])
+    return [attempt(model, wire, step) for step in range(2, 4)]
+
+
+UNUSED = {"find_unused_parameters": True}
+
+
+@pytest.mark.parametrize(
+    ("size", "ddp"),
+    [
+        *((size, {}) for size in (2, 3)),
+        (2, UNUSED),
+    ],
+    ids=["2", "3", "2 unused"],
+)
+def test_a_rank_that_is_killed_in_the_middle_of_training_is_noticed_at_once(size, ddp):
+    with ranks.Ranks(size) as group:
+        found = group.run(on_loss, "dies", ddp, {}, dying=[size - 1], seconds=30)
+    for report, later in found[: size - 1]:
+        assert report.error.startswith("PeerError: "), report
+        assert report.seconds < SOON
+        assert later.error.startswith("PeerError: " if ddp is not UNUSED else ""), later
+        assert later.seconds < 1
+        assert later.untouched
+
+
+@pytest.mark.parametrize(
+    ("ddp", "options"),
+    [
+        ({}, {}),
+        ({}, {"check_every": 1}),
+        (UNUSED, {}),
+    ],
+    ids=["plain", "checked", "unused"],
+)
+def test_a_rank_that_stalls_is_given_up_at_the_timeout(ddp, options):
+    with ranks.Ranks(3) as group:
+        given = {"timeout": SHORT} | options
+        found = group.run(on_loss, "stalls", ddp, given, dying=[2], seconds=20)
+    for report, later in found[:2]:
+        assert report.error.startswith("PeerError: "), report
+        # The rank whose timeout comes first hangs up, which is what the other may notice.
+        assert "within 1.5 s" in report.error or "lost the connection" in report.error
+        assert SHORT - 0.1 < report.seconds < SHORT + SOON
+        assert later.error.startswith("PeerError: " if ddp is not UNUSED else ""), later
+        assert later.seconds < 1
+    assert any(f"within {SHORT} s" in report.error for report, _ in found[:2])
+
+
+PROGRAM = """
+import sys, torch.distributed as dist
+from nets import backward, wired
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=0, world_size=2)
+model, wire = wired()
+for step in range(2):  # in the second forward pass DDP waits, too
+    backward(model, step)
+print("ready", flush=True)
+backward(model, 2)
+"""
+
+
+def on_peer() -> None:
+    model, _ = wired()
+    for step in range(2):
+        backward(model, step)
+    time.sleep(1000)
+
+
+def test_ctrl_c_during_a_backward_pass_that_waits_ends_the_program(tmp_path):
+    place = str(tmp_path / "store")
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with ranks.Ranks(1) as peer:
+        peer.start(on_peer, first=1, store=place)
+        with subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, place],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+        ) as process:
+            try:
+                assert process.stdout.readline() == "ready\n", process.stderr.read()
+                time.sleep(0.5)
+                process.send_signal(signal.SIGINT)
+                start = time.monotonic()
+                _, stderr = process.communicate(timeout=30)
+                seconds = time.monotonic() - start
+            finally:
+                process.kill()
+    stderr = stderr.replace("[rank0]: ", "")  # by torch's own hook
+    assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert stderr.startswith("Traceback (most recent call last):")
+    assert stderr.endswith("KeyboardInterrupt\n")
+    assert stderr.count("Traceback") == 1
+    assert "terminate called" not in stderr
+    assert seconds < SOON
+
+
+# Replicas
+
+
+def caught(function: Any) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def on_replicas(odd: int) -> dict[str, str]:
+    model, wire = wired(check_every=2)
+    train(model, range(2))
+    found = {"alike": caught(lambda: tw.check_replicas(model))}
+    found["bare"] = caught(lambda: tw.check_replicas(net()))
+    tw.check_replicas(model, buffers=True)
+    if dist.get_rank() == odd:
+        with torch.no_grad():
+            named(model)["2.weight"][0, 0] *= 1 + 2**-22  # by a bit or two
+            named(model)["4.bias"][3] = -0.0
+    else:
+        with torch.no_grad():
+            named(model)["4.bias"][3] = 0.0
+    found["differ"] = caught(lambda: tw.check_replicas(model))
+    found["early"] = caught(lambda: backward(model, 2))  # step 3: not looked at
+    found["during"] = caught(lambda: backward(model, 3))
+    wire.detach()
+    found["after"] = caught(lambda: backward(model, 4))
+    inner = net() if dist.get_rank() != odd else nn.Sequential(*net(), nn.Linear(10, 10))
+    found["structure"] = caught(lambda: tw.check_replicas(inner))
+    return found
+
+
+@pytest.mark.parametrize(("size", "odd"), [(2, 1), (3, 1), (3, 0)])
+def test_replicas_that_differ_are_named_with_their_parameters(size, odd):
+    same = ", ".join(str(rank) for rank in range(size) if rank != odd)
+    wanted = f"rank {odd} in 2.weight, 4.bias, from {'rank' if size == 2 else 'ranks'} {same}. "
+    for found in ranks.run(on_replicas, odd, ranks=size):
+        for moment in ("alike", "bare", "early", "after"):
+            assert found[moment] == "", moment
+        for moment in ("differ", "during"):
+            assert found[moment].startswith("ReplicaError: parameters differ between replicas: ")
+            assert wanted in found[moment]
+        assert found["structure"].startswith("MismatchError: ranks disagree in one call, ")
+        assert "parameters: 6 " in found["structure"]
+        assert "parameters: " in found["structure"]
+
+
+def on_join_checked() -> str:
+    model, _ = wired(check_every=1)
+    with model.join():
+        train(model, range(1 + 2 * dist.get_rank()))
+    return caught(lambda: tw.check_replicas(model))
+
+
+def test_a_rank_that_has_joined_is_no_replica_that_differs():
+    with ranks.Ranks(2) as group:
+        assert group.run(on_join_checked, seconds=20) == ["", ""]

@@ -1,0 +1,220 @@
+"""The wire of a model: what is compressed and how, what is refused, on and off.
+
+Functions with a leading `on_` run on every rank, in the processes of ranks.py; what they return is
+compared here. Models and batches are those of nets.py.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ranks
+from nets import (
+    MIN,
+    all_same,
+    alone,
+    backward,
+    gradients,
+    net,
+    plain,
+    residuals,
+    wired,
+)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+
+pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
+
+
+# What is compressed, and with what
+
+
+def by_layer(name: str) -> Any:
+    return {"0": tw.TopK(0.2), "2": None, "4": "quantize:8"}[name[0]]
+
+
+CHOICES = {  # arguments of attach, and the compressors of the matrices
+    "one": (("topk:0.1", {}), {"0": "topk:0.1", "2": "topk:0.1", "4": "topk:0.1"}),
+    "min_numel": (("topk:0.1", {"min_numel": 600}), {"0": "topk:0.1", "2": "topk:0.1"}),
+    "exclude": (("topk:0.1", {"exclude": "2.*"}), {"0": "topk:0.1", "4": "topk:0.1"}),
+    "exclude two": (("topk:0.1", {"exclude": ["0.weight", "[4]*"]}), {"2": "topk:0.1"}),
+    "function": ((by_layer, {}), {"0": "topk:0.2", "4": "quantize:8"}),
+    "nothing": (("topk:0.1", {"min_numel": 10**6}), {}),
+}
+
+
+def on_choices() -> dict[str, tuple[dict[str, str], list[str]]]:
+    """Each tensor's compressor, and which tensors have the dense mean."""
+    found = {}
+    for choice, ((compressor, options), _) in CHOICES.items():
+        model, wire = wired(compressor, **options)
+        own = [alone(model, 0, rank) for rank in range(2)]
+        backward(model, 0)
+        dense = {name: (own[0][name] + own[1][name]) / 2 for name in own[0]}
+        used = {name: row["compressor"] for name, row in wire.stats()["tensors"].items()}
+        mean = [n for n, g in gradients(model).items() if all_same({"": g}, {"": dense[n]})]
+        found[choice] = used, sorted(mean)
+    return found
+
+
+def test_each_tensor_travels_as_was_asked_for():
+    """With two ranks, what travels as it is has the bits of the mean."""
+    names = dict(net().named_parameters())
+    for found in ranks.run(on_choices, ranks=2):
+        for choice, (used, mean) in found.items():
+            matrices = {f"{i}.weight": spec for i, spec in CHOICES[choice][1].items()}
+            assert used == dict.fromkeys(names, "none") | matrices, choice
+            assert mean == sorted(names.keys() - matrices.keys()), choice
+
+
+def on_collectives() -> list[dict[str, str]]:
+    found = []
+    for spec, collective in (("topk:0.1", "gather"), ("topk:0.1", "twoshot"), ("none", "gather")):
+        model, wire = wired(spec, collective=collective)
+        for step in range(2):
+            backward(model, step)
+        found.append({n: row["collective"] for n, row in wire.stats()["tensors"].items()})
+    return found
+
+
+def test_the_collective_is_the_one_asked_for():
+    for gathered, twoshot, dense in ranks.run(on_collectives, ranks=2):
+        assert {gathered[f"{i}.weight"] for i in (0, 2, 4)} == {"gather"}
+        assert {twoshot[f"{i}.weight"] for i in (0, 2, 4)} == {"twoshot"}
+        assert {dense[f"{i}.weight"] for i in (0, 2, 4)} == {"gather"}
+
+
+def on_sparse_collective(feedback: str) -> dict[str, str]:
+    model, wire = wired(collective="sparse", feedback=feedback)
+    for step in range(3):
+        backward(model, step)
+    tw.check_replicas(model)
+    return {name: row["collective"] for name, row in wire.stats()["tensors"].items()}
+
+
+@pytest.mark.parametrize("feedback", ["ef14", "ef21"])
+def test_a_collective_for_sparsifiers_does_not_hinder_what_travels_as_it_is(feedback):
+    for used in ranks.run(on_sparse_collective, feedback, ranks=2):
+        assert {used[f"{i}.weight"] for i in (0, 2, 4)} == {"sparse"}
+
+
+# What is refused
+
+
+def hooked() -> DistributedDataParallel:
+    model = plain()
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    return model
+
+
+WRITER = SimpleNamespace(add_scalar=print)
+REFUSED = {
+    "twice": (lambda: tw.attach(wired()[0], "none"), "ValueError: this model has a wire already"),
+    "hook": (
+        lambda: tw.attach(hooked(), "none"),
+        "ValueError: this model has a communication hook",
+    ),
+    "bare": (lambda: tw.attach(net(), "none"), "TypeError: attach takes a DistributedDataParallel"),
+    "list": (lambda: tw.attach([], "none"), "TypeError: attach takes a DistributedDataParallel"),
+    "spec": (lambda: wired("topq:0.1"), "ValueError: "),
+    "number": (lambda: wired(0.1), "TypeError: expected a compressor or a spec"),
+    "function": (lambda: wired(lambda name: 3), "TypeError: expected a compressor or a spec"),
+    "feedback": (lambda: wired(feedback="ef22"), "ValueError: "),
+    "granularity": (lambda: wired(granularity="layer"), "ValueError: granularity must be 'bucket'"),
+    "collective": (lambda: wired(collective="ring"), "ValueError: collective must be one of auto"),
+    "exclude": (
+        lambda: wired(exclude=["0.*", "embed*"]),
+        "ValueError: exclude: no parameter is named like 'embed*' (there are 0.weight, 0.bias, ",
+    ),
+    "min_numel": (lambda: wired(min_numel=0.5), "ValueError: min_numel must be a number of elem"),
+    "scaler": (lambda: wired(scaler=2.0), "TypeError: scaler must be a GradScaler, got float"),
+    "seed": (lambda: wired(seed=-1), "ValueError: "),
+    "max_bytes": (lambda: wired(max_bytes="much"), "ValueError: "),
+    "timeout": (lambda: wired(timeout=0), "ValueError: timeout must be a positive number"),
+    "check_every": (lambda: wired(check_every=-1), "ValueError: check_every must be a number of"),
+    "measure_every": (lambda: wired(measure_every=True), "ValueError: measure_every must be a num"),
+    "every": (lambda: wired()[1].log_to(WRITER, 0), "ValueError: every must be at least 1"),
+    "writer": (lambda: wired()[1].log_to([]), "TypeError: list has no add_scalar"),
+    "no state": (lambda: wired()[1].load_state_dict([]), "ValueError: no state to load"),
+    "version": (lambda: wired()[1].load_state_dict({"version": 7}), "ValueError: not the state"),
+    "other feedback": (
+        lambda: wired()[1].load_state_dict(wired(feedback="ef21")[1].state_dict()),
+        "ValueError: the state is that of feedback 'ef21', this is 'ef14'",
+    ),
+}
+
+
+def on_refusals() -> dict[str, str]:
+    found = {}
+    for name, (attempt, _) in REFUSED.items():
+        try:
+            attempt()
+            found[name] = "nothing"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_what_makes_no_sense_is_refused_with_a_reason():
+    for found in ranks.run(on_refusals, ranks=2):
+        for name, (_, wanted) in REFUSED.items():
+            assert found[name].startswith(wanted), name
+        assert "wrap it, or average gradients in a loop of your own" in found["bare"]
+        assert "call its detach() first" in found["twice"]
+
+
+# On and off
+
+
+def on_detach() -> dict[str, Any]:
+    model, wire = wired()
+    other, ours = plain(), wired()[0]
+    found: dict[str, Any] = {"shown": [repr(wire)]}
+    for step in range(3):
+        backward(model, step)
+        backward(ours, step)
+    wire.detach()
+    wire.detach()  # once more does no harm
+    found["shown"].append(repr(wire))
+    for step in range(3):
+        backward(model, step)
+        backward(other, step)
+        found[f"plain {step}"] = all_same(gradients(model), gradients(other))
+    found["still"] = wire.step == 3 and len(residuals(wire)) == 3
+    again = tw.attach(model, "topk:0.1", min_numel=MIN)
+    again.load_state_dict(wire.state_dict())
+    for step in range(3, 6):
+        backward(model, step)
+        backward(ours, step)
+        found[f"again {step}"] = all_same(gradients(model), gradients(ours))
+    again.reset()
+    found["forgotten"] = residuals(again) == {}
+    return found
+
+
+def test_a_wire_can_be_detached_and_another_one_attached():
+    for found in ranks.run(on_detach, ranks=2):
+        shown = found.pop("shown")
+        assert "6 tensors, step 0" in shown[0]
+        assert "detached" in shown[1]
+        assert all(found.values()), found
+
+
+def on_one_rank() -> dict[str, bool]:
+    """There is nobody to talk to."""
+    found = {}
+    for feedback in ("ef14", "ef21"):
+        model, wire = wired(feedback=feedback, check_every=1)
+        for step in range(3):
+            own = alone(model, step)
+            backward(model, step)
+            found[f"{feedback} {step}"] = all_same(gradients(model), own)
+        wire.summary()
+        tw.check_replicas(model)
+    return found
+
+
+def test_a_single_rank_keeps_its_gradients():
+    assert all(ranks.run(on_one_rank, ranks=1)[0].values())
