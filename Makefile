@@ -3,10 +3,10 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo bench bench-network clean clean-kernels
+.PHONY: help setup test check format demo bench bench-network bench-training clean clean-kernels
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Install thinwire and its development tools into .venv
 
@@ -43,6 +43,11 @@ bench: setup  ## Measure against the performance targets
 
 bench-network: setup  ## Measure the collectives on a slow network of this machine's own
 	$(VENV)/bin/python benchmarks/collectives.py
+
+bench-training: setup  ## Train with and without compression; measure the DDP hook (about an hour)
+	$(VENV)/bin/python benchmarks/ddp.py
+	$(VENV)/bin/python benchmarks/convergence.py --workload images
+	$(VENV)/bin/python benchmarks/convergence.py --workload text --seeds 1
 
 clean-kernels:  ## Remove compiled kernels, needed after editing a function that others inline
 	find src -name '*.nb[ic]' -delete

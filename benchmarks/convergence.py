@@ -143,6 +143,8 @@ def run_ours(options: argparse.Namespace, console: Console) -> list[dict[str, An
             rows.append(row)
             shown = f"{len(rows)} of {total} runs, {row['name']}: {row['metric']:.3f}"
             progress.update(bar, description=f"{options.workload}: {shown}")
+            if not console.is_terminal:
+                console.print(shown, highlight=False)
 
         run_ranks(on_loopback(options.ranks, 7200), __file__, job, on_row)
     return rows

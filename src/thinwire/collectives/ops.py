@@ -37,11 +37,6 @@ def check(
     for tensor, r in zip(tensors, residuals, strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected tensors, got {type(tensor).__name__}")
-        for each in (tensor, r):
-            if each is not None and any(
-                n > 1 and step == 0 for n, step in zip(each.shape, each.stride(), strict=True)
-            ):
-                raise ValueError("several elements of the tensor share one place: clone() it first")
         if name not in ("SUM", "AVG") and not plain:
             raise ValueError(
                 f"{compressor} takes SUM and AVG, not {name}: use 'none' without a residual"
@@ -50,6 +45,15 @@ def check(
             raise TypeError(f"an average of {tensor.dtype} is not a {tensor.dtype}: use SUM")
         if not plain:
             compressor.check_input(tensor, r)
+
+
+def check_writable(tensors: Sequence[Tensor | None]) -> None:
+    """Refuse tensors that cannot take a result."""
+    for each in tensors:
+        if each is not None and any(
+            n > 1 and step == 0 for n, step in zip(each.shape, each.stride(), strict=True)
+        ):
+            raise ValueError("several elements of the tensor share one place: clone() it first")
 
 
 def weight_of(name: str, size: int) -> float:

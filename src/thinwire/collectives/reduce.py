@@ -11,7 +11,7 @@ from thinwire.collectives.choose import COLLECTIVES, choose, suits
 from thinwire.collectives.gather import gather
 from thinwire.collectives.handle import Account, Handle
 from thinwire.collectives.memory import Load, guard, limit_of
-from thinwire.collectives.ops import check, op_name, weight_of
+from thinwire.collectives.ops import check, check_writable, op_name, weight_of
 from thinwire.collectives.sparse import sparse
 from thinwire.collectives.start import (
     Group,
@@ -177,6 +177,7 @@ def start(
     compressor = compressor_of(compressor)
     operation = op_name(op)
     check(operation, compressor, tensors, residuals)
+    check_writable([*tensors, *residuals])
     limit, span = limit_of(max_bytes), span_of(timeout)
     if collective not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
