@@ -36,7 +36,7 @@ MORE = [
 OURS = dict([("dense DDP", {}), *FEEDBACK, *CONTROL, *MORE])
 TORCH = ("fp16", "bf16", "powersgd", "batched powersgd", "quantize per tensor",
          "quantize per channel")  # fmt: skip
-LIMIT = 60.0  # seconds for a hook of PyTorch to get through its first steps
+LIMIT = 45.0  # seconds for a hook of PyTorch to get through its first steps
 CLOSE = 1.0  # points of accuracy that feedback may cost
 
 
