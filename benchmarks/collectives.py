@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.bench.machine import busy
+from thinwire.machine import busy
 from thinwire.bench.sizes import read_size
 
 SLOW = (

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.bench.machine import busy
+from thinwire.machine import busy
 
 COMPRESSORS = ("topk:0.01", "quantize:4", "onebit", "randomk:0.1")
 FEEDBACK = [(f"{spec} + ef14", {"compressor": spec, "feedback": "ef14"}) for spec in COMPRESSORS]

@@ -25,7 +25,7 @@ from typing import Any
 from harness import Target, in_lab, on_loopback, run_ranks, show_targets, write_record
 from rich.console import Console
 
-from thinwire.bench.machine import busy
+from thinwire.machine import busy
 
 LAYERS, WIDTH = 12, 768
 BUCKET_MB = WIDTH * WIDTH * 4 / 2**20

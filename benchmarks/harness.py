@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.bench.machine import machine, versions
+from thinwire.machine import machine, versions
 
 
 class Target(NamedTuple):

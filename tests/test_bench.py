@@ -20,13 +20,13 @@ from thinwire.bench.family import FAMILIES, family_of
 from thinwire.bench.fidelity import compare
 from thinwire.bench.labels import place
 from thinwire.bench.plan import prepare
-from thinwire.bench.plot import new_figure
 from thinwire.bench.run import run
 from thinwire.bench.settings import COMPRESSORS, DATA, SIZE, SettingError, Settings
 from thinwire.bench.sizes import read_size, show_size
 from thinwire.bench.source import Source
 from thinwire.bench.weigh import extra_bytes
 from thinwire.compressors.registry import BY_NAME
+from thinwire.report.figure import new_figure, settle
 
 MEMORY = pytest.mark.skipif(memory.why_not() is not None, reason=str(memory.why_not()))
 
@@ -260,8 +260,7 @@ def test_labels_do_not_cover_each_other() -> None:
     generator = torch.Generator().manual_seed(3)
     near = 5 + torch.randn(len(COMPRESSORS), 2, generator=generator)
     axes.plot(near[:, 0], near[:, 1], "o")
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    settle(figure, [])
     place(axes, [(float(x), float(y)) for x, y in near], list(COMPRESSORS), "black")
     renderer = figure.canvas.get_renderer()
     figure.draw_without_rendering()

@@ -16,10 +16,11 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 FACE = "thinwire"  # thinwire/__init__.py: may import anything; of the rooms only cli may import it
 ROOMS = (
     *("kernels", "wire", "compressors", "collectives", "feedback", "methods", "policies"),
-    *("training", "integrations", "workloads", "plan", "lab", "report", "bench", FACE, "cli"),
+    *("training", "integrations", "workloads", "plan", "lab", "compare", "report"),
+    *("bench", FACE, "cli"),
     "__main__",
 )
-LEAVES = frozenset({"errors", "telemetry"})
+LEAVES = frozenset({"errors", "machine", "telemetry"})
 MAY_TALK = frozenset(ROOMS[ROOMS.index("collectives") :]) - {FACE}
 MAX_LINES = 400
 

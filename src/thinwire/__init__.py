@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from thinwire.feedback import EF14, EF21, EF21M, Feedback, NoFeedback, feedbacks, parse_feedback
     from thinwire.kernels import Key
     from thinwire.methods import Reducer
+    from thinwire.telemetry import track
     from thinwire.training import Wire, attach, check_replicas
     from thinwire.wire import Payload, decode, pack, unpack
 
@@ -127,12 +128,14 @@ __all__ = [
     "recv",
     "reduce_scatter",
     "send",
+    "track",
     "unpack",
     "wait_all",
 ]
 
 _ROOMS = (
     "errors",
+    "telemetry",
     "kernels",
     "wire",
     "compressors",

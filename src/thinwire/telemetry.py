@@ -5,7 +5,7 @@ norms) is measured only when asked for.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,25 @@ def span(name: str) -> contextlib.AbstractContextManager[Any]:
     if profiler._is_profiler_enabled:
         return profiler.record_function(f"thinwire::{name}")
     return contextlib.nullcontext()
+
+
+_listeners: list[Callable[[float, str, bool], None]] = []
+
+
+def track(value: float, name: str = "metric", *, higher_is_better: bool = True) -> None:
+    """Tell `thinwire compare` how good a model is, after a validation; elsewhere does nothing.
+
+    Args:
+        value: of the metric, the same on all ranks or only told by rank 0.
+        name: of the metric, with its unit: "test accuracy, %".
+    """
+    for listener in _listeners:
+        listener(float(value), name, higher_is_better)
+
+
+def listen(listener: Callable[[float, str, bool], None]) -> None:
+    """Have a function called by every `track`."""
+    _listeners.append(listener)
 
 
 Size = tuple[str, int, int]  # name, elements, bytes

@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 from thinwire.bench import files
-from thinwire.bench.machine import available_bytes
 from thinwire.bench.settings import EAGER_ROUNDS, SettingError, Settings
 from thinwire.bench.source import Source
 from thinwire.compressors import Compressor, parse
+from thinwire.machine import available_bytes
 
 
 class Plan(NamedTuple):

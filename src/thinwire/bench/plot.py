@@ -1,11 +1,6 @@
-"""Two panels a tensor: how much is saved at which error, and how fast.
-
-The palette is that of Okabe and Ito, which colour-blind people can tell apart; families differ by
-their markers too. Without pyplot, so without its global state.
-"""
+"""Two panels a tensor: how much is saved at which error, and how fast."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +8,26 @@ from thinwire.bench.columns import machine_line, short, title_of
 from thinwire.bench.family import FAMILIES
 from thinwire.bench.labels import place
 from thinwire.bench.result import Group, Report, speed
-from thinwire.errors import MissingExtraError
+from thinwire.report import figure as report_figure
+from thinwire.report.figure import (
+    COLORS,
+    INK,
+    PAPER,
+    Finish,
+    new_figure,
+    settle,
+    style_axes,
+)
 
-COLORS = ("#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 MARKERS = ("o", "s", "^", "D", "P", "X")
 SPEEDS = ("#0072B2", "#E69F00")  # encode, decode
 WIDTH = 5.4  # of a panel, in inches
 FEWEST = 6  # compressors that there is room for: one alone would have bars like walls
-# Of all that is not data; the page puts its own colours in the place of these.
-INK, PAPER = "#3b3a39", "#fefefd"
-
-Finish = Callable[[], None]  # to be called when the layout has settled
 
 
 def require_matplotlib() -> None:
     """Raise MissingExtraError if matplotlib is not there."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plot", "thinwire bench --plot") from None
-
-
-def new_figure(width: float, height: float) -> Any:
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure((width, height), layout="constrained", dpi=150)
-    FigureCanvasAgg(figure)
-    return figure
+    report_figure.require_matplotlib("thinwire bench --plot")
 
 
 def height_of(group: Group) -> float:
@@ -69,14 +55,6 @@ def write_picture(report: Report, path: Path) -> None:
     figure.savefig(path, format="png", facecolor=PAPER)
 
 
-def settle(figure: Any, last: list[Finish]) -> None:
-    """Fix the layout, then do what depends on it."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    for finish in last:
-        finish()
-
-
 def draw_trade(axes: Any, group: Group) -> Finish:
     """Compression ratio against relative error, both logarithmic; no error stands at the left."""
     rows = [row for row in group.rows if row.relative_error is not None]
@@ -102,8 +80,8 @@ def draw_trade(axes: Any, group: Group) -> Finish:
     axes.tick_params(which="minor", labelleft=False)
     if exact:
         axes.axvline(edge, color=INK, lw=0.8, ls=":", alpha=0.6, zorder=0)
-    _style(axes, "What is saved, at which error", "relative error ||x - y|| / ||x||")
-    axes.set_ylabel("compression ratio", fontsize=9, color=INK)
+    across = "relative error ||x - y|| / ||x||"
+    _style(axes, "What is saved, at which error", across, "compression ratio")
     texts = [row.compressor for row in rows]
     return lambda: place(axes, points, texts, INK)
 
@@ -135,14 +113,8 @@ def draw_speed(axes: Any, group: Group) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def _style(axes: Any, title: str, x: str) -> None:
+def _style(axes: Any, title: str, x: str, y: str = "") -> None:
     axes.set_title(title, fontsize=9.5, color=INK)
-    axes.set_xlabel(x, fontsize=9, color=INK)
-    axes.tick_params(which="both", colors=INK, labelsize=8)
-    axes.patch.set_alpha(0)
-    axes.grid(visible=True, color=INK, alpha=0.15, lw=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["bottom", "left"]].set_color(INK)
+    style_axes(axes, x, y)
     below = {"loc": "upper center", "bbox_to_anchor": (0.45, 0), "borderaxespad": 5, "ncols": 3}
     axes.legend(**below, frameon=False, fontsize=8, labelcolor=INK, handletextpad=0.4)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from thinwire.bench.machine import Machine
 from thinwire.bench.settings import Settings
+from thinwire.machine import Machine
 
 
 class Timing(NamedTuple):

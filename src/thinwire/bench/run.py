@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 import torch
 from torch import Tensor
 
-from thinwire.bench.machine import busy, machine, versions
 from thinwire.bench.memory import LEAST_BYTES, why_not
 from thinwire.bench.plan import Plan
 from thinwire.bench.result import Group, Report, Timing
@@ -21,6 +20,7 @@ from thinwire.bench.sizes import show_size
 from thinwire.bench.source import Source
 from thinwire.bench.subject import Subject, residual_of
 from thinwire.bench.weigh import extra_bytes
+from thinwire.machine import busy, machine, versions
 
 Tick = Callable[[str, str], None]  # told stage and detail of what begins now, once a step
 

@@ -4,16 +4,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from thinwire.cli import bench, compressors
+from thinwire.cli import bench, compare, compressors, lab, report
 from thinwire.cli.interrupt import INTERRUPTED
 from thinwire.cli.parser import Parser
 
 _DESCRIPTION = "Communication compression for distributed training."
 _EXAMPLES = """\
 examples:
+  thinwire compare                             does it pay? train on a slow network and see
   thinwire compressors                         every compressor and its arguments
   thinwire bench                               compare them on this machine
   thinwire bench --with "topk:0.01; onebit" --plot bench.html
+  thinwire lab run --hosts 4 --link 100mbit -- python train.py
 
 `thinwire COMMAND --help` says more.
 """
@@ -23,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 2 for wrong arguments, 130 after Ctrl-C."""
     parser = _parser()
     try:
-        arguments = parser.parse_args(argv)
+        words = list(sys.argv[1:] if argv is None else argv)
+        arguments = parser.parse_args(words)
+        arguments.argv = words
         if arguments.version:
             from thinwire import __version__
 
@@ -51,6 +55,9 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version and stop")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    compare.add(commands)
+    report.add(commands)
     compressors.add(commands)
     bench.add(commands)
+    lab.add(commands)
     return parser

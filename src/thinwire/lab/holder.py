@@ -2,7 +2,7 @@
 
 It answers requests, one line of JSON each, on its standard input and output. When the input ends or
 the process <parent> does, it kills what still runs in the lab and goes; with it go namespaces,
-bridge and links, because nothing else keeps them. So nothing of a lab outlives its owner, however
+bridges and links, because nothing else keeps them. So nothing of a lab outlives its owner, however
 that one ends.
 """
 
@@ -13,7 +13,8 @@ import signal
 import sys
 from typing import Any
 
-from thinwire.lab.network import BuildError, Network
+from thinwire.lab.network import Network
+from thinwire.lab.parts import BuildError
 from thinwire.lab.sweep import sweep
 from thinwire.lab.topology import Link, Station
 
@@ -57,14 +58,22 @@ def _serve(network: Network, watched: int) -> None:
 
 def _do(network: Network, request: dict[str, Any]) -> object:
     match request:
-        case {"do": "plug_in", "address": address, "link": link}:
-            network.plug_in(Station(address, Link(**link)))
+        case {"do": "set_up", "racks": racks, "inter": inter}:
+            network.set_up(racks, inter and Link(**inter))
+            return None
+        case {"do": "plug_in", "address": address, "link": link, "rack": rack}:
+            network.plug_in(Station(address, Link(**link), rack))
             return network.ports[-1].namespace
         case {"do": "set_link", "host": host, "link": link}:
-            network.set_link(host, Link(**link))
+            network.ports[host].cable.shape(Link(**link), "change")
+            return None
+        case {"do": "set_inter", "link": link}:
+            network.switches.set_inter(Link(**link))
             return None
         case {"do": "counters"}:
-            return [network.counters(host) for host in range(len(network.ports))]
+            return [port.cable.counters() for port in network.ports]
+        case {"do": "inter_counters"}:
+            return [uplink.counters() for uplink in network.switches.uplinks]
     raise AssertionError(f"unknown request {request}")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from thinwire.lab import enter
+from thinwire.lab.mark import VARIABLE, own_mark
 from thinwire.lab.starter import Popen, Starter
 
 File = int | IO[Any] | None  # as subprocess takes them
@@ -17,7 +18,7 @@ File = int | IO[Any] | None  # as subprocess takes them
 
 @dataclass(frozen=True)
 class Counters:
-    """What a host's link has carried since the lab began; take differences with `-`.
+    """What a link has carried since the lab began, seen from its host or rack; subtract with `-`.
 
     Bytes are those of Ethernet frames with their headers: 1514 for a full one.
     """
@@ -38,6 +39,7 @@ class Host:
     """A place in the lab with an own network: `address` on `interface`, `lo`, and nothing else."""
 
     number: int
+    rack: int
     address: str
     interface: str
     _way_in: tuple[int, int] = field(repr=False)  # the holder's process and its open file
@@ -57,12 +59,13 @@ class Host:
 
         Args:
             argv: the program and its arguments.
-            env: variables on top of this process's own and of GLOO_SOCKET_IFNAME.
+            env: variables on top of this process's own, GLOO_SOCKET_IFNAME and THINWIRE_RACK.
             cwd: the directory to start in; this process's own if None.
             stdin, stdout, stderr: as subprocess.Popen takes them.
         """
         program, *arguments = [os.fspath(word) for word in argv]
-        whole = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **(env or {})}
+        place = {"GLOO_SOCKET_IFNAME": self.interface, "THINWIRE_RACK": str(self.rack)}
+        whole = {**os.environ, **place, **(env or {}), VARIABLE: str(own_mark())}
         here = cwd is None or os.sep not in program
         if here and shutil.which(program, path=whole.get("PATH")) is None:
             raise FileNotFoundError(f"host {self.number}: no program {program!r} to start")

@@ -13,17 +13,21 @@ from thinwire.lab.owner import Holder
 from thinwire.lab.results import LabError, Result
 from thinwire.lab.run import OnLine, Run
 from thinwire.lab.starter import Popen, Starter, end
-from thinwire.lab.topology import INTERFACE, link_of, star
+from thinwire.lab.topology import INTERFACE, lay_out, link_of
 
 _FIRST_PORT = 29500  # torchrun's
 
 
 class Lab:
-    """Hosts on this machine, each a network namespace with an own link to one switch.
+    """Hosts on this machine, each a network namespace with an own link to the switch of its rack.
 
     Args:
         hosts: how many.
         link: the rate of each link in either direction, like "100mbit", or one for each host.
+        racks: over how many switches the hosts are divided, in order and evenly.
+        inter: the rate of the link by which each rack's switch hangs on the rest, in either
+            direction; required for two racks or more. Two racks share one link of that rate, more
+            have one each to a core. Traffic inside a rack never touches it.
         burst_bytes: how much may pass a link at once after a pause; 1 ms worth, but at least five
             full packets, if None.
         queue_seconds: how long data may wait at a link before more is dropped; 0.05 s, but at
@@ -42,10 +46,12 @@ class Lab:
         hosts: int,
         link: str | Sequence[str] = "100mbit",
         *,
+        racks: int = 1,
+        inter: str | None = None,
         burst_bytes: int | None = None,
         queue_seconds: float | None = None,
     ) -> None:
-        self._topology = star(hosts, link, burst_bytes, queue_seconds)
+        self._topology = lay_out(hosts, link, racks, inter, burst_bytes, queue_seconds)
         self._settings = (burst_bytes, queue_seconds)
         self._ports = itertools.count(_FIRST_PORT)
         self._closing: ExitStack | None = None
@@ -59,6 +65,14 @@ class Lab:
             closing.callback(self._holder.close)
             self._starter = Starter()
             closing.callback(self._starter.close)
+            inter = self._topology.inter
+            self._holder.ask(
+                {
+                    "do": "set_up",
+                    "racks": self._topology.racks,
+                    "inter": None if inter is None else asdict(inter),
+                }
+            )
             self._hosts = [self._plug_in(number) for number in range(len(self._topology.stations))]
             self._closing = closing.pop_all()
         return self
@@ -90,8 +104,9 @@ class Lab:
     ) -> list[Result]:
         """Run one program on every host, as torchrun would with one process a node.
 
-        Each gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-        GLOO_SOCKET_IFNAME. None is left when this returns or raises, also not after Ctrl-C.
+        Each gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+        GLOO_SOCKET_IFNAME and THINWIRE_RACK. None is left when this returns or raises, also not
+        after Ctrl-C.
 
         Args:
             argv: the program and its arguments.
@@ -128,6 +143,15 @@ class Lab:
         assert self.hosts
         return [Counters(**values) for values in self._holder.ask({"do": "counters"})]
 
+    def inter_counters(self) -> list[Counters]:
+        """What the link of each rack to the rest has carried, seen from the rack; [] for one rack.
+
+        Two racks have one link: what the first has sent the second has received, and both tell the
+        same dropped packets.
+        """
+        assert self.hosts
+        return [Counters(**values) for values in self._holder.ask({"do": "inter_counters"})]
+
     def set_link(self, host: int, rate: str) -> None:
         """Change the rate of a host's link, in both directions and at once."""
         if host not in range(len(self.hosts)):
@@ -135,10 +159,19 @@ class Lab:
         link = link_of(rate, *self._settings)
         self._holder.ask({"do": "set_link", "host": host, "link": asdict(link)})
 
+    def set_inter(self, rate: str) -> None:
+        """Change the rate between racks, of all their links, in both directions and at once."""
+        assert self.hosts
+        if self._topology.inter is None:
+            raise ValueError(f"inter is the rate between racks, and this lab has one: {rate!r}")
+        link = link_of(rate, *self._settings)
+        self._holder.ask({"do": "set_inter", "link": asdict(link)})
+
     def _plug_in(self, number: int) -> Host:
         station = self._topology.stations[number]
         file = self._holder.ask({"do": "plug_in", **asdict(station)})
-        return Host(number, station.address, INTERFACE, (self._holder.pid, file), self._starter)
+        way_in = (self._holder.pid, file)
+        return Host(number, station.rack, station.address, INTERFACE, way_in, self._starter)
 
     def _ranked(self, host: Host, port: int) -> dict[str, str]:
         return {

@@ -1,29 +1,21 @@
-"""The network itself: a bridge in one namespace, each host in its own, a shaped veth pair between.
+"""The network itself: switches in one namespace, each host in its own, a shaped veth pair between.
 
 Runs in the holder, which must have one thread: entering a namespace changes the thread that asks.
 """
 
 import contextlib
-import errno
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pyroute2 import IPRoute, NetlinkError
-from pyroute2.ethtool.ioctl import EthtoolError, IoctlEthtool
+from pyroute2.ethtool.ioctl import IoctlEthtool
 
 from thinwire.lab.enter import CLONE_NEWNET, CLONE_NEWUSER, setns, unshare
+from thinwire.lab.parts import Cable, End, making
+from thinwire.lab.switches import Switches
 from thinwire.lab.topology import INTERFACE, NETWORK, Link, Station
 
-_ROOT_HANDLE = 0x10000
 _SCOPE_LINK, _PROTO_KERNEL = 253, 2  # as the kernel makes it, so that it is replaced
-_NO_IPV6_ADDRESS = {
-    "attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})],
-}
-
-
-class BuildError(Exception):
-    """The system refuses a part of the network; the message says which and why."""
 
 
 @dataclass(frozen=True)
@@ -31,85 +23,52 @@ class Port:
     """Where a host is plugged in."""
 
     namespace: int  # an open file: what keeps the namespace alive
-    inside: IPRoute  # talks to the kernel about the host's namespace
-    host_end: int  # interface numbers
-    switch_end: int
+    cable: Cable  # to its switch
 
 
 class Network:
-    """One switch and what hangs on it. Ends, as all namespaces do, with its last process."""
+    """Switches and what hangs on them. Ends, as all namespaces do, with its last process."""
 
     def __init__(self) -> None:
-        with _making("a network namespace"):
+        with making("a network namespace"):
             _leave_the_machines_network()
             self._switch_namespace = _namespace()
         self._switch = IPRoute()
         self.ports: list[Port] = []
-        with _making("a bridge"):
-            # Snooping would put the bridge's own questions on the links and into the counters.
-            self._switch.link("add", ifname="switch0", kind="bridge", br_mcast_snooping=0)
-            (self._bridge,) = self._switch.link_lookup(ifname="switch0")
-            _bring_up(self._switch, self._bridge)
+
+    def set_up(self, racks: int, inter: Link | None) -> None:
+        """Make the switches, once and first."""
+        self.switches = Switches(self._switch, racks, inter)
 
     def plug_in(self, station: Station) -> None:
-        with _making("a network namespace"):
+        with making("a network namespace"):
             unshare(CLONE_NEWNET)
             namespace = _namespace()
             inside, offload = IPRoute(), IoctlEthtool()  # belong to where they are made
             setns(self._switch_namespace, CLONE_NEWNET)
         name = f"port{len(self.ports)}"
-        with _making("a veth pair"):
+        with making("a veth pair"):
             peer = {"ifname": INTERFACE, "net_ns_fd": namespace}
             self._switch.link("add", ifname=name, kind="veth", peer=peer)
             (switch_end,) = self._switch.link_lookup(ifname=name)
             (host_end,) = inside.link_lookup(ifname=INTERFACE)
-        port = Port(namespace, inside, host_end, switch_end)
-        with _making("a token bucket (tbf)"):
-            self._shape(port, station.link, "add")
-        with _making("an interface"):
+        cable = Cable(End(inside, host_end), End(self._switch, switch_end))
+        cable.shape(station.link, "add")
+        with making("an interface"):
             _send_packet_by_packet(offload)
             inside.addr("add", index=host_end, address=station.address, prefixlen=NETWORK.prefixlen)
-            self._switch.link("set", index=switch_end, master=self._bridge)
-            _bring_up(self._switch, switch_end)
-            _bring_up(inside, host_end)
+            self.switches.attach(cable.far, station.rack)
+            cable.near.bring_up()
             _choose_cubic(inside, host_end, station.address)
             inside.link("set", index=inside.link_lookup(ifname="lo")[0], state="up")
-        self.ports.append(port)
-
-    def set_link(self, host: int, link: Link) -> None:
-        with _making("a token bucket (tbf)"):
-            self._shape(self.ports[host], link, "change")
-
-    def counters(self, host: int) -> dict[str, int]:
-        port = self.ports[host]
-        (interface,) = port.inside.get_links(port.host_end)
-        stats = interface.get_attr("IFLA_STATS64")
-        ends = ((port.inside, port.host_end), (self._switch, port.switch_end))
-        return {
-            "sent_bytes": stats["tx_bytes"],
-            "sent_packets": stats["tx_packets"],
-            "received_bytes": stats["rx_bytes"],
-            "received_packets": stats["rx_packets"],
-            "dropped_packets": sum(_dropped(talk, index) for talk, index in ends),
-        }
+            hardware = inside.get_links(host_end)[0].get_attr("IFLA_ADDRESS")
+        self.switches.make_known(cable.far, station.rack, hardware, station.address)
+        self.ports.append(Port(namespace, cable))
 
     def namespaces(self) -> set[int]:
         """The numbers by which /proc knows our namespaces."""
         files = [self._switch_namespace, *(port.namespace for port in self.ports)]
         return {os.fstat(file).st_ino for file in files}
-
-    def _shape(self, port: Port, link: Link, verb: str) -> None:
-        """Limit what leaves either end, so both directions, each on its own."""
-        for talk, index in ((port.inside, port.host_end), (self._switch, port.switch_end)):
-            talk.tc(
-                verb,
-                kind="tbf",
-                index=index,
-                handle=_ROOT_HANDLE,
-                rate=link.rate_bits // 8,
-                burst=link.burst_bytes,
-                limit=link.queue_bytes,
-            )
 
 
 def _leave_the_machines_network() -> None:
@@ -131,13 +90,6 @@ def _leave_the_machines_network() -> None:
 
 def _namespace() -> int:
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _bring_up(talk: IPRoute, index: int) -> None:
-    with contextlib.suppress(NetlinkError):  # a kernel without IPv6 has nothing to turn off
-        # Address discovery would put packets of its own on the links.
-        talk.link("set", index=index, IFLA_AF_SPEC=_NO_IPV6_ADDRESS)
-    talk.link("set", index=index, state="up")
 
 
 def _send_packet_by_packet(offload: IoctlEthtool) -> None:
@@ -168,24 +120,3 @@ def _choose_cubic(talk: IPRoute, index: int, address: str) -> None:
             proto=_PROTO_KERNEL,
             metrics={"cc_algo": "cubic"},
         )
-
-
-def _dropped(talk: IPRoute, index: int) -> int:
-    (bucket,) = talk.get_qdiscs(index=index)
-    return int(bucket.get_attr("TCA_STATS")["drop"])
-
-
-@contextlib.contextmanager
-def _making(what: str) -> Iterator[None]:
-    """Say which part of the network an error of the kernel is about."""
-    try:
-        yield
-    except (OSError, NetlinkError, EthtoolError) as error:
-        # pyroute2's errors are no OSErrors and keep the number elsewhere, if at all.
-        number = getattr(error, "code", getattr(error, "errno", None))
-        if number not in (errno.EPERM, errno.EACCES):
-            raise BuildError(f"this kernel cannot make {what}: {error}") from error
-        raise BuildError(
-            f"making {what} is not permitted ({error}): run as root, or allow this user to make "
-            "user namespaces (a container needs the capability SYS_ADMIN for either)"
-        ) from error

@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 from thinwire.errors import MissingExtraError
+from thinwire.lab.mark import VARIABLE, own_mark
 from thinwire.lab.results import LabError
 
 _PATIENCE_SECONDS = 10.0
@@ -31,8 +32,12 @@ class Holder:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
-            # It finds what we find, wherever we found it.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={
+                **os.environ,
+                # It finds what we find, wherever we found it.
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                VARIABLE: str(own_mark()),
+            },
             start_new_session=True,
         )
         self.pid = self._process.pid

@@ -1,6 +1,8 @@
 """Rates of links, as people write them."""
 
+import os
 import re
+from pathlib import Path
 
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SLOWEST, FASTEST = 10 * UNITS["kbit"], 10 * UNITS["gbit"]
@@ -29,3 +31,23 @@ def parse_rate(rate: str) -> int:
     if not SLOWEST <= bits <= FASTEST:
         raise ValueError(f"a rate must be from 10kbit to 10gbit, got {rate!r}")
     return bits
+
+
+def read_links(path: str | os.PathLike[str]) -> list[str]:
+    """The rates in a text file, one a line for host 0, 1 and so on.
+
+    Empty lines do not count, nor does what follows a `#`.
+    """
+    rates = []
+    for number, line in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
+        rate = line.partition("#")[0].strip()
+        if not rate:
+            continue
+        try:
+            parse_rate(rate)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}, line {number}: {error}") from None
+        rates.append(rate)
+    if not rates:
+        raise ValueError(f"{os.fspath(path)}: expected a rate a line, like '100mbit', found none")
+    return rates

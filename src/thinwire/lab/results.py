@@ -51,10 +51,15 @@ class RunTimeoutError(LabError, TimeoutError):
         super().__init__("\n".join([f"not done after {seconds:g} s, last words:", *told]))
 
 
-def _told(result: Result) -> str:
+def ending(result: Result) -> str:
+    """How a program that failed has ended."""
     code = result.exit_code
     how = f"was ended by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
-    return f"host {result.host} {how}:\n{_last_lines(result, _LAST_LINES)}"
+    return f"host {result.host} {how}"
+
+
+def _told(result: Result) -> str:
+    return f"{ending(result)}:\n{_last_lines(result, _LAST_LINES)}"
 
 
 def _last_lines(result: Result, number: int) -> str:

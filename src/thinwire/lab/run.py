@@ -84,7 +84,8 @@ class Run:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return
-            for key, _ in self._selector.select(left):
+            # In turns: the kernel's own timeout ends at 24 days.
+            for key, _ in self._selector.select(None if left is None else min(left, 3600.0)):
                 self._attend(key.fd, key.data)
 
     def _attend(self, file: int, what: "int | _Stream") -> None:

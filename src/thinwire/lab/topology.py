@@ -28,17 +28,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Station:
-    """A host and the link by which it hangs on the switch."""
+    """A host and the link by which it hangs on the switch of its rack."""
 
     address: str
     link: Link
+    rack: int
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One switch with all hosts around it."""
+    """Hosts around the switch of their rack, and the link by which each rack hangs on the rest."""
 
     stations: tuple[Station, ...]
+    racks: int
+    inter: Link | None  # None for a single rack
 
 
 def link_of(rate: str, burst_bytes: int | None = None, queue_seconds: float | None = None) -> Link:
@@ -56,14 +59,16 @@ def link_of(rate: str, burst_bytes: int | None = None, queue_seconds: float | No
     return Link(bits, burst_bytes, queue_bytes)
 
 
-def star(
+def lay_out(
     hosts: int,
     link: str | Sequence[str],
+    racks: int = 1,
+    inter: str | None = None,
     burst_bytes: int | None = None,
     queue_seconds: float | None = None,
 ) -> Topology:
-    """All hosts around one switch, with one rate for all links or one for each."""
-    if not isinstance(hosts, int) or isinstance(hosts, bool):
+    """Hosts divided over racks in order and evenly; one rate for all links or one for each."""
+    if not _is_number(hosts):
         raise TypeError(f"hosts must be a number of hosts, got {hosts!r}")
     if not 1 <= hosts <= MOST_HOSTS:
         raise ValueError(f"hosts must be from 1 to {MOST_HOSTS}, got {hosts}")
@@ -72,9 +77,24 @@ def star(
     rates = [link] * hosts if isinstance(link, str) else list(link)
     if len(rates) != hosts:
         raise ValueError(f"link must be one rate or one for each of {hosts} hosts, got {link!r}")
+    if not _is_number(racks):
+        raise TypeError(f"racks must be a number of racks, got {racks!r}")
+    if not 1 <= racks <= hosts:
+        raise ValueError(f"racks must be from 1 to {hosts}, the number of hosts, got {racks}")
+    if racks > 1 and inter is None:
+        raise ValueError(f"{racks} racks need the rate between them, inter, like '20mbit'")
+    if racks == 1 and inter is not None:
+        raise ValueError(f"inter is the rate between racks, so racks must be 2 or more: {inter!r}")
+    shape = (burst_bytes, queue_seconds)
     return Topology(
         tuple(
-            Station(str(NETWORK[host + 1]), link_of(rate, burst_bytes, queue_seconds))
+            Station(str(NETWORK[host + 1]), link_of(rate, *shape), host * racks // hosts)
             for host, rate in enumerate(rates)
-        )
+        ),
+        racks,
+        None if inter is None else link_of(inter, *shape),
     )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,8 +1,9 @@
 """Training tasks with real data that ship with thinwire, to see what compression costs.
 
-`workload(name)` gives one; `Workload` says what it can do. Nothing here talks to other ranks.
+`workload(spec)` gives one; `Workload` says what it can do. Nothing here talks to other ranks.
 """
 
+from thinwire.compressors.spec import build
 from thinwire.workloads.images import Images
 from thinwire.workloads.text import Text
 from thinwire.workloads.workload import Batch, Workload
@@ -12,8 +13,6 @@ __all__ = ["WORKLOADS", "Batch", "Images", "Text", "Workload", "workload"]
 WORKLOADS: dict[str, type[Workload]] = {kind.name: kind for kind in (Images, Text)}
 
 
-def workload(name: str) -> Workload:
-    """The workload of that name, with its default settings."""
-    if name not in WORKLOADS:
-        raise ValueError(f"unknown workload {name!r}, known: {', '.join(sorted(WORKLOADS))}")
-    return WORKLOADS[name]()
+def workload(spec: str) -> Workload:
+    """The workload that a spec names, such as ``images`` or ``images:batch_size=64,hidden=512``."""
+    return build(spec, "workload", WORKLOADS)

@@ -24,6 +24,8 @@ class Images(Workload):
         per_class: how many training pictures of each of the ten classes, at most 1200.
         test_per_class: how many test pictures of each class, at most 300.
         width: channels of the first layer; fewer make a smaller and faster model, for tests.
+        hidden: units of the hidden layer, 4 times the width if None; more make a model that takes
+            longer to send, but hardly longer to compute.
         learning_rate: the highest that the schedule reaches.
     """
 
@@ -31,6 +33,7 @@ class Images(Workload):
     per_class: int = 1200
     test_per_class: int = 300
     width: int = 32
+    hidden: int | None = None
     learning_rate: float = 0.3
 
     name: ClassVar[str] = "images"
@@ -39,6 +42,7 @@ class Images(Workload):
     default_steps: ClassVar[int] = 300
 
     def build(self) -> nn.Module:
+        hidden = 4 * self.width if self.hidden is None else self.hidden
         return nn.Sequential(
             nn.Conv2d(1, self.width, 3, padding=1),
             nn.ReLU(),
@@ -47,9 +51,9 @@ class Images(Workload):
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(2 * self.width * 49, 4 * self.width),
+            nn.Linear(2 * self.width * 49, hidden),
             nn.ReLU(),
-            nn.Linear(4 * self.width, data.CLASSES),
+            nn.Linear(hidden, data.CLASSES),
         )
 
     def epoch(self, generator: torch.Generator) -> Batch:

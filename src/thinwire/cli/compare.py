@@ -1,0 +1,273 @@
+"""`thinwire compare`: train with and without compression on a slow network, and show it."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinwire.cli.interrupt import INTERRUPTED, patient
+from thinwire.cli.parser import complain
+from thinwire.compare.settings import (
+    BASELINE,
+    BASELINES,
+    EVALUATIONS,
+    HOSTS,
+    LINK,
+    METHODS,
+    STEPS,
+    WORKLOAD,
+    SettingError,
+    Settings,
+)
+
+if TYPE_CHECKING:
+    from thinwire.cli.parser import Parser
+
+_DESCRIPTION = """\
+Train one model with several methods over a slow network, and write a report on what they bring.
+
+Every host is a process with a link of its own, in a network namespace of this machine. Where none
+can be made (no permission, no Linux) ranks talk over loopback, and times are projected for the link
+from the bytes sent; every table and picture says so.
+"""
+_EPILOG = f"""\
+methods:
+  ddp                     plain DistributedDataParallel, fp32
+  torch:fp16, torch:bf16, torch:powersgd[:RANK]
+                          PyTorch's own hooks; with ddp they are always in the picture
+  COMPRESSOR[+FEEDBACK]   thinwire, such as topk:0.01+ef14 or "topk:0.01|quantize:4"
+                          (see thinwire compressors)
+  script                  your script just as it is
+  by default: {", ".join(METHODS)}
+
+workloads:
+  images, text            bundled, with arguments such as images:batch_size=64,hidden=512
+  SCRIPT.py               your own, run as by torchrun with what follows after --; its
+                          DistributedDataParallel models get each method in turn, every backward()
+                          is a step, and tw.track(accuracy, "accuracy, %") tells the metric
+
+examples:
+  thinwire compare
+  thinwire compare --with "topk:0.001, quantize:4, onebit" --link 1gbit --sweep 100mbit,10gbit
+  thinwire compare --workload text --steps 600 --seeds 3 --out report/text
+  thinwire compare --workload train.py --hosts 2 --link 50mbit -- --epochs 1
+
+Exit code: 0; 1 if a method that was asked for failed or diverged; 2 for wrong arguments; 130 after
+Ctrl-C, with a report of what was done until then.
+"""
+
+
+def add(commands: "argparse._SubParsersAction[Parser]") -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="train with and without compression on a slow network",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+    )
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--workload", metavar="NAME", default=WORKLOAD, help=f"default: {WORKLOAD}")
+    what.add_argument(
+        "--with", dest="methods", metavar="METHODS", action="append", help="methods, see below"
+    )
+    what.add_argument("--no-torch-hooks", action="store_true", help="leave PyTorch's own hooks out")
+    how_long = what.add_mutually_exclusive_group()
+    how_long.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        help=f"of a training; default: {STEPS} for {WORKLOAD}, else the workload's own",
+    )
+    how_long.add_argument(
+        "--seconds", metavar="S", type=float, help="train as long as that instead, on the link"
+    )
+    what.add_argument(
+        "--target", metavar="X", type=float, help="end a training when its metric is as good"
+    )
+    what.add_argument(
+        "--seeds", metavar="N", type=int, default=1, help="trainings of each method; default: 1"
+    )
+    what.add_argument(
+        "--evaluations",
+        metavar="N",
+        type=int,
+        default=EVALUATIONS,
+        help=f"of the metric in a training; default: {EVALUATIONS}",
+    )
+    where = parser.add_argument_group("on which network")
+    where.add_argument("--hosts", metavar="N", type=int, help=f"default: {HOSTS}")
+    link = where.add_mutually_exclusive_group()
+    link.add_argument("--link", metavar="RATE", help=f"of every host; default: {LINK}")
+    link.add_argument("--links", metavar="FILE", type=Path, help="a rate for each host, one a line")
+    where.add_argument("--racks", metavar="N", type=int, default=1, help="divide the hosts")
+    where.add_argument("--inter", metavar="RATE", help="of the links between racks")
+    where.add_argument(
+        "--sweep",
+        metavar="RATES",
+        help="measure the time of a step at these rates too: 10mbit,1gbit",
+    )
+    where.add_argument(
+        "--project", action="store_true", help="run on loopback and project times in any case"
+    )
+    where.add_argument(
+        "--patience",
+        metavar="S",
+        type=float,
+        help="seconds without a step after which a method hangs; default: many times what a dense "
+        "step takes, for a script 300",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        default=Path("report"),
+        help="for the page, its pictures and the data; default: report",
+    )
+    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from thinwire.errors import MissingExtraError
+
+    try:
+        settings = _settings(arguments)
+        _check_output(arguments.out)
+        from thinwire.compare.progress import shown
+        from thinwire.compare.run import Comparison
+        from thinwire.report import require_matplotlib
+
+        require_matplotlib("thinwire compare")
+        comparison = Comparison(settings)
+        with shown(comparison.methods, len(settings.seeds)) as watcher:
+            document = comparison.run(watcher, shlex.join(["thinwire", *arguments.argv]))
+    except (SettingError, MissingExtraError) as error:
+        return complain("compare", error)
+    with patient():
+        _show(document, arguments.out)
+    if document["interrupted"]:
+        print("thinwire compare: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    asked = {method.name for method in comparison.methods} - set(settings.baselines)
+    bad = [m for m in document["methods"] if m["name"] in asked | {BASELINE}]
+    return int(any(m["error"] or m["diverged"] for m in bad))
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    from thinwire.compare.method import split
+
+    for name in ("steps", "seconds", "seeds", "evaluations", "hosts", "racks", "patience"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise SettingError(f"--{name} must be more than 0, got {value}")
+    methods = tuple(m for text in arguments.methods or [] for m in split(text))
+    if arguments.methods is not None and not methods:
+        raise SettingError("--with names no method")
+    workload = arguments.workload
+    script = workload.endswith(".py")
+    _check_workload(arguments, script)
+    steps = arguments.steps
+    if steps is None and arguments.seconds is None and workload == WORKLOAD:
+        steps = STEPS
+    hosts, links = _links(arguments)
+    return Settings(
+        workload=workload,
+        arguments=tuple(arguments.arguments),
+        methods=methods or METHODS,
+        baselines=(BASELINE,) if arguments.no_torch_hooks else BASELINES,
+        hosts=hosts,
+        links=links,
+        racks=arguments.racks,
+        inter=arguments.inter,
+        sweep=_sweep(arguments, script),
+        steps=steps,
+        seconds=arguments.seconds,
+        target=arguments.target,
+        seeds=tuple(range(arguments.seeds)),
+        evaluations=arguments.evaluations,
+        project=arguments.project,
+        patience=arguments.patience,
+    )
+
+
+def _check_workload(arguments: argparse.Namespace, script: bool) -> None:
+    if not script:
+        from thinwire.workloads import workload
+
+        if arguments.arguments:
+            raise SettingError(
+                f"unexpected {arguments.arguments[0]!r}: only a script takes arguments"
+            )
+        try:
+            workload(arguments.workload)
+        except ValueError as error:
+            raise SettingError(f"--workload: {error}, or a script whose name ends in .py") from None
+        return
+    if not Path(arguments.workload).is_file():
+        raise SettingError(f"--workload: no file {arguments.workload}")
+    for name in ("steps", "seconds", "target"):
+        if getattr(arguments, name) is not None:
+            raise SettingError(f"--{name} is for bundled workloads: a script ends by itself")
+
+
+def _links(arguments: argparse.Namespace) -> tuple[int, tuple[str, ...]]:
+    """How many hosts, and the rate of each one's link."""
+    from thinwire.lab import parse_rate, read_links
+
+    hosts = arguments.hosts or HOSTS
+    if arguments.links is not None:
+        try:
+            rates = read_links(arguments.links)
+        except (OSError, ValueError) as error:
+            raise SettingError(f"--links: {error}") from None
+        if arguments.hosts not in (None, len(rates)):
+            raise SettingError(f"--links has {len(rates)} rates, but --hosts is {arguments.hosts}")
+        hosts = len(rates)
+    else:
+        rates = [arguments.link or LINK] * hosts
+    if (arguments.inter is None) != (arguments.racks == 1):
+        raise SettingError("--racks and --inter go together: --racks 2 --inter 20mbit")
+    if arguments.racks > hosts:
+        raise SettingError(f"--racks {arguments.racks} is more than there are hosts, {hosts}")
+    try:
+        for rate in {*rates, *([arguments.inter] if arguments.inter else [])}:
+            parse_rate(rate)
+    except ValueError as error:
+        raise SettingError(str(error)) from None
+    return hosts, tuple(rates)
+
+
+def _sweep(arguments: argparse.Namespace, script: bool) -> tuple[str, ...]:
+    from thinwire.lab import parse_rate
+
+    rates = [rate.strip() for rate in (arguments.sweep or "").split(",") if rate.strip()]
+    if rates and (script or arguments.racks > 1):
+        raise SettingError("--sweep is for bundled workloads without racks")
+    try:
+        for rate in rates:
+            parse_rate(rate)
+    except ValueError as error:
+        raise SettingError(f"--sweep: {error}") from None
+    return tuple(dict.fromkeys(rates))
+
+
+def _check_output(folder: Path) -> None:
+    """Before minutes of work, see that its result can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".thinwire").touch()
+        (folder / ".thinwire").unlink()
+    except OSError as error:
+        raise SettingError(f"--out: cannot write to {folder}: {error.strerror}") from None
+
+
+def _show(document: dict[str, Any], folder: Path) -> None:
+    from thinwire.cli.screen import console
+    from thinwire.compare.table import print_document
+    from thinwire.report import write
+
+    print_document(document, console())
+    sys.stdout.flush()
+    page, *_ = write(document, folder)
+    print(f"wrote {page}, with its pictures and data.json beside it", file=sys.stderr)

@@ -1,0 +1,55 @@
+"""Giving a DDP model its method."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.compare.method import Method
+from thinwire.compressors import parse
+from thinwire.training.ddp import attach
+from thinwire.training.wire import Wire
+from thinwire.wire import decode, pack
+
+_POWERSGD_START = 2  # the step from which it compresses, the least that it takes (default 1000)
+_HOOKS = {
+    "torch:fp16": default_hooks.fp16_compress_hook,
+    "torch:bf16": default_hooks.bf16_compress_hook,
+}
+
+
+def equip(model: DistributedDataParallel, method: Method, **options: Any) -> Wire | None:
+    """Let a model exchange its gradients by a method; the wire if it is one of ours."""
+    if method.kind == "thinwire":
+        return attach(model, method.compressor, feedback=method.feedback, **options)
+    if method.name in _HOOKS:
+        model.register_comm_hook(dist.group.WORLD, _HOOKS[method.name])
+    elif method.rank:
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=method.rank, start_powerSGD_iter=_POWERSGD_START
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return None
+
+
+def ddp_options(method: Method) -> dict[str, Any]:
+    """What DistributedDataParallel must be made with for a method."""
+    # PyTorch's PowerSGD hook waits inside a bucket for what follows in the next: with more than one
+    # it hangs on gloo.
+    return {"bucket_cap_mb": 2**20} if method.rank else {}
+
+
+def warm_up(method: Method) -> None:
+    """Have the kernels of a method compiled, or loaded, before anything is timed."""
+    if method.kind != "thinwire":
+        return
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    for residual in (None, torch.zeros(5000)):
+        try:
+            payload = parse(method.compressor).encode(x, residual=residual)
+        except ValueError:
+            continue  # some take no residual
+        payload.add_to(x.clone(), 1.0)
+        decode(pack(payload))

@@ -1,0 +1,96 @@
+"""The methods that can be compared, by name.
+
+ddp                    DistributedDataParallel as it is
+torch:fp16, :bf16      PyTorch's own hooks
+torch:powersgd[:RANK]
+COMPRESSOR[+FEEDBACK]  thinwire, as in "topk:0.01|quantize:4+ef14"; without a feedback "auto"
+script                 a user's script just as it is written
+"""
+
+import re
+from dataclasses import dataclass
+
+from thinwire.compare.settings import SettingError
+
+_PLUS = re.compile(r"\+(?=\s*[a-z])", re.IGNORECASE)  # not that of 1e+3
+_ARGUMENT = re.compile(r"[-+\d.].*|true|false|none|[^:|+(]*=.*", re.IGNORECASE)
+_TITLES = {
+    "ddp": "plain DDP, fp32",
+    "torch:fp16": "torch's fp16 hook",
+    "torch:bf16": "torch's bf16 hook",
+    "script": "the script as it is",
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to exchange gradients.
+
+    Args:
+        name: as users write it.
+        title: as people read it.
+        kind: "torch", "thinwire" or "script".
+        compressor, feedback: of thinwire's own.
+        rank: of PowerSGD.
+    """
+
+    name: str
+    title: str
+    kind: str
+    compressor: str = ""
+    feedback: str = ""
+    rank: int = 0
+
+
+def split(text: str) -> list[str]:
+    """The methods in a list: separated by ';', or by commas that do not separate arguments.
+
+    >>> split("none, quantize:4,stochastic=true, topk:0.01+ef14")
+    ['none', 'quantize:4,stochastic=true', 'topk:0.01+ef14']
+    """
+    from thinwire.compressors.spec import split as split_at
+
+    try:
+        if ";" in text:
+            return [part for part in split_at(text, ";") if part]
+        methods: list[str] = []
+        for part in split_at(text, ","):
+            if methods and ":" in methods[-1] and _ARGUMENT.fullmatch(part) and part != "none":
+                methods[-1] += f",{part}"
+            elif part:
+                methods.append(part)
+    except ValueError as error:
+        raise SettingError(f"--with: {error}") from None
+    return methods
+
+
+def read(text: str) -> Method:
+    """The method of that name. Raises SettingError that says what is known."""
+    name = text.strip().lower()
+    if name in _TITLES:
+        return Method(name, _TITLES[name], "script" if name == "script" else "torch")
+    if name.startswith("torch:"):
+        return _powersgd(name)
+    compressor, *feedback = _PLUS.split(name)
+    if len(feedback) > 1:
+        raise SettingError(f"{text!r}: a method is COMPRESSOR or COMPRESSOR+FEEDBACK")
+    from thinwire.compressors import parse
+    from thinwire.feedback import feedback_for
+
+    try:
+        chosen = parse(compressor)
+        remembering = feedback_for(chosen, feedback[0] if feedback else "auto")
+    except (TypeError, ValueError) as error:
+        known = "ddp, torch:fp16, torch:bf16, torch:powersgd or COMPRESSOR[+FEEDBACK]"
+        raise SettingError(f"{text!r} is no method ({known}): {error}") from None
+    name = str(chosen) if remembering.name == "none" else f"{chosen}+{remembering}"
+    return Method(name, name, "thinwire", str(chosen), str(remembering))
+
+
+def _powersgd(name: str) -> Method:
+    match = re.fullmatch(r"torch:powersgd(?::(\d+))?", name)
+    if match is None or match[1] == "0":
+        hooks = "torch:fp16, torch:bf16, torch:powersgd, torch:powersgd:RANK"
+        raise SettingError(f"unknown hook {name!r}, known: {hooks}")
+    rank = int(match[1] or 2)
+    return Method(name, f"torch's PowerSGD hook, rank {rank}, one bucket", "torch", rank=rank)

@@ -1,0 +1,154 @@
+"""Loss and metric over the course of training."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from thinwire.report.figure import log_axis, style_axes
+from thinwire.report.picture import Look, Picture, add_legend, legend_rows, looks
+from thinwire.report.series import Curve, loss_curve, metric_curve, thin, window
+
+WIDE = 10  # methods that differ by this factor need a logarithmic axis
+STEEP = 30  # and so do values
+MARKS = 7  # markers on a curve
+
+
+def loss_seconds(document: dict[str, Any]) -> Picture | str:
+    """Training loss against time, or why there is no picture of it."""
+    return _loss(document, "seconds", "seconds of training")
+
+
+def loss_megabytes(document: dict[str, Any]) -> Picture | str:
+    """Training loss against what a host has sent, or why there is no picture of it."""
+    return _loss(document, "megabytes", "megabytes sent by a host")
+
+
+def metric_seconds(document: dict[str, Any]) -> Picture | str:
+    """The metric against time, or why there is no picture of it."""
+    metric = document["settings"]["metric"]
+    if metric is None:
+        return "The workload reported no metric."
+    curves = _curves(document, metric_curve)
+    if not curves:
+        return "No method was evaluated during training."
+    text = _Band(document).text("Each marker is an evaluation.")
+    return _picture(
+        document,
+        curves,
+        ("metric-seconds", "Metric over time", text),
+        ("seconds of training", metric),
+        marks=None,
+    )
+
+
+def _loss(document: dict[str, Any], axis: str, x: str) -> Picture | str:
+    steps = window(document)
+    curves = _curves(document, lambda runs: loss_curve(runs, axis, steps))
+    if not curves:
+        return "No method took a step."
+    if not any(np.any(curve.x > 0) for curve in curves.values()):
+        return f"All {axis} are zero: there is nothing to draw the loss against."
+    smooth = f"The loss is a trailing mean of {steps} steps." if steps > 1 else ""
+    text = _Band(document).text(smooth)
+    title = "Training loss over time" if axis == "seconds" else "Training loss over bytes sent"
+    name = f"loss-{axis}"
+    return _picture(document, curves, (name, title, text), (x, "training loss"), marks=MARKS)
+
+
+class _Band:
+    """What a curve with its band is, in words."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.seeds = max((len(method["runs"]) for method in document["methods"]), default=0)
+
+    def text(self, more: str) -> str:
+        line = "Lines are means over seeds, bands reach from the lowest to the highest of them."
+        return " ".join(filter(None, [line if self.seeds > 1 else "One seed.", more]))
+
+
+def _curves(
+    document: dict[str, Any], curve_of: Callable[[list[dict[str, Any]]], Curve | None]
+) -> dict[str, Curve]:
+    found = {method["name"]: curve_of(method["runs"]) for method in document["methods"]}
+    return {name: curve for name, curve in found.items() if curve is not None}
+
+
+def _picture(
+    document: dict[str, Any],
+    curves: dict[str, Curve],
+    about: tuple[str, str, str],
+    axes_names: tuple[str, str],
+    marks: int | None,
+) -> Picture:
+    name, title, text = about
+    look = looks(document)
+    log = _is_wide([float(curve.x[-1]) for curve in curves.values()], WIDE)
+    if log:
+        text += " The horizontal axis is logarithmic."
+    low, high, outside = _limits(document, curves)
+    if outside:
+        text += " The vertical axis is fitted to the methods that did not diverge."
+    thinned = {name: thin(curve, log) for name, curve in curves.items()}
+    chosen = [look[name] for name in curves]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for i, (name, curve) in enumerate(thinned.items()):
+            _line(axes, curve, look[name], marks, shift=i / len(thinned))
+        if log:
+            log_axis(axes, "x")
+        elif not any(np.any(curve.x > 0) for curve in thinned.values()):
+            axes.set_xlim(-1, 1)
+        else:
+            axes.set_xlim(left=0)
+        axes.set_ylim(low, high)
+        if low > 0 and _is_wide([low, high], STEEP):
+            log_axis(axes, "y")
+        style_axes(axes, *axes_names)
+        add_legend(figure, chosen)
+
+    return Picture(name, title, text, 3.4 + 0.19 * legend_rows(chosen), draw)
+
+
+def _line(axes: Any, curve: Curve, look: Look, marks: int | None, shift: float) -> None:
+    if not len(curve.x):
+        return
+    every: Any = 1
+    if marks is not None and len(curve.x) > marks:
+        stride = len(curve.x) // marks
+        every = (int(shift * stride), stride)
+    if np.any(curve.high > curve.low):
+        axes.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.11, lw=0)
+    axes.plot(
+        curve.x,
+        curve.middle,
+        color=look.color,
+        ls=look.line,
+        lw=look.width,
+        marker=look.marker,
+        ms=4.5,
+        markevery=every,
+    )
+
+
+def _limits(document: dict[str, Any], curves: dict[str, Curve]) -> tuple[float, float, bool]:
+    """Of the vertical axis, from methods that did not diverge; may others lie outside."""
+    diverged = {m["name"] for m in document["methods"] if m["diverged"] and m["name"] in curves}
+    steady = [curve for name, curve in curves.items() if name not in diverged]
+    outside = bool(steady) and bool(diverged)
+    steady = steady or list(curves.values())
+    values = np.concatenate([np.concatenate([c.low, c.high]) for c in steady])
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return 0.0, 1.0, outside
+    low, high = float(values.min()), float(values.max())
+    if low > 0 and _is_wide([low, high], STEEP):
+        return low / 1.2, high * 1.2, outside
+    edge = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - edge, high + edge, outside
+
+
+def _is_wide(values: list[float], factor: float) -> bool:
+    positive = [value for value in values if value > 0]
+    return bool(positive) and max(positive) >= factor * min(positive)

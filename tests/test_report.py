@@ -1,0 +1,369 @@
+"""What a report shows: all of its document, escaped and marked, in a page that stands alone."""
+
+import copy
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import comparisons
+import numpy as np
+import pytest
+from browser import CHROMIUM, measure
+
+from thinwire import MissingExtraError, report
+from thinwire.report.figure import new_figure
+from thinwire.report.layers import _prefix
+from thinwire.report.links import where_it_pays
+from thinwire.report.page import SECTIONS, draw
+from thinwire.report.picture import WIDTH, Picture, looks
+from thinwire.report.series import POINTS, Curve, thin, trailing_mean
+from thinwire.report.words import day, digits, labels, link, listing, shorten
+
+Document = dict[str, Any]
+PICTURES = [
+    *("loss-seconds", "loss-megabytes", "metric-seconds", "final-metric", "step-split"),
+    *("step-share", "layers-ratio", "layers-error", "links"),
+]
+
+
+def small(**settings: Any) -> Document:
+    """Two methods, one seed, few steps: quick to draw."""
+    few: dict[str, Any] = {"seeds": 1, "steps": 6, "tensors": 2}
+    methods = [comparisons.method("ddp", **few), comparisons.method("topk:0.01", **few)]
+    return comparisons.document(methods, **settings)
+
+
+@pytest.fixture(scope="module")
+def large() -> Document:
+    """As large as they come: thousands of steps, hundreds of tensors."""
+    return comparisons.rich(steps=2000, tensors=200, network="projected")
+
+
+@pytest.fixture(scope="module")
+def written(large: Document, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return report.write(large, tmp_path_factory.mktemp("report") / "deep" / "er")
+
+
+@pytest.fixture(scope="module")
+def page(written: list[Path]) -> str:
+    return written[0].read_text(encoding="utf-8")
+
+
+def test_all_files_are_written(large: Document, written: list[Path]) -> None:
+    names = ["report.html", "data.json", *(f"{name}.png" for name in PICTURES)]
+    assert [path.name for path in written] == names
+    assert sorted(path.name for path in written[0].parent.iterdir()) == sorted(names)
+    assert report.read(written[1]) == large
+    assert written[1].read_text(encoding="utf-8").startswith('{\n "schema": "thinwire.compare/1"')
+    assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in written[2:])
+
+
+def test_the_page_is_small_and_alone(page: str) -> None:
+    assert len(page.encode()) < 1_000_000
+    assert not re.search(r"https?:", page)
+    for outside in ("src=", "@import", "url(http", "<link", "<script", "xmlns"):
+        assert outside not in page, f"the page loads something by {outside}"
+    hrefs = set(re.findall(r'(?<!:)href="([^"]*)"', page))
+    assert hrefs == {"data.json", *(f"{name}.png" for name in PICTURES)}
+    # Letters, clip paths, sections: what is named is named once.
+    names = re.findall(r' id="([^"]*)"', page)
+    assert len(names) == len(set(names))
+    assert set(re.findall(r'xlink:href="#([^"]*)"', page)) <= set(names)
+
+
+def test_the_page_says_it_all(large: Document, page: str) -> None:
+    text = re.sub(r"<svg.*?</svg>|<wbr>", "", page, flags=re.DOTALL)
+    headings = re.findall(r"<h2[^>]*>([^<]*)<", text)
+    assert headings == [
+        *("Results", "What failed", *SECTIONS, "Settings", "Machine and versions", "Notes"),
+        "Files",
+    ]
+    assert text.index("reached plain DDP&#x27;s final loss") < text.index("<table")
+    for method in large["methods"]:
+        assert f"<code>{method['name']}</code>" in text
+    row = text[text.index("<code>topk:0.01+ef14</code>") :].split("</tr>")[0]
+    for cell in ("86.0", "9.42×", "50.0×", "0.0500", "ok"):  # noqa: RUF001
+        assert f">{cell}<" in row, f"{cell} is not in {row}"
+    assert "not reached" in text
+    assert '<span class="state diverged">' in text
+    assert '<span class="state failed">' in text
+    assert "trailing mean of 20 steps" in text
+    assert "20 largest of 200 tensors" in text
+    for words in ("thinwire compare --link 100mbit", "AMD EPYC", "half of a core", "2.9.1"):
+        assert words in text, f"{words} is not on the page"
+    assert len(re.findall(r'<svg role="img" aria-label="[^"]+', page)) == len(PICTURES)
+    error = "&lt;frozen&gt;/hooks_29.py"
+    assert "<frozen>" not in page
+    assert error in text.split("<details>")[1].split("</details>")[0]
+    assert error not in text.split("<details>")[0]
+
+
+def test_all_is_marked_as_projected(written: list[Path], page: str) -> None:
+    assert "over its loopback" in page
+    figures = re.findall(r"<figure.*?</figure>", page, flags=re.DOTALL)
+    captions = re.findall(r"<caption>.*?</caption>", page)
+    assert len(figures) == len(PICTURES)
+    assert len(captions) == page.count("<table") == 1
+    for each in captions + re.findall(r"<h3>.*?</h3>", "".join(figures)):
+        assert '<span class="badge">projected</span>' in each
+    for figure in figures:
+        assert re.search(r'aria-label="[^".]*\(projected\)', figure)
+    for path in written[2:]:
+        assert b"(projected)" in path.read_bytes().split(b"IDAT")[0], f"{path.name} is not marked"
+
+
+def test_a_png_shows_its_title(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+
+    def remember(width: float, height: float) -> Any:
+        figures.append(new_figure(width, height))
+        return figures[-1]
+
+    monkeypatch.setattr("thinwire.report.picture.new_figure", remember)
+    picture = Picture("a", "Title", "text", 2.0, lambda figure: figure.subplots())
+    inline, png = picture.render("projected")
+    assert inline.startswith('<svg role="img" aria-label="Title (projected). text"')
+    assert [text.get_text() for text in figures[0].texts] == ["Title (projected)"]
+    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+    assert width == pytest.approx(150 * WIDTH, abs=2)
+    assert height == pytest.approx(150 * 2.3, abs=2)
+
+
+def test_a_lab_is_not_projected_and_bytes_repeat(tmp_path: Path) -> None:
+    document = {**small(metric=None), "sweep": []}
+    first, again = (report.write(document, tmp_path / name) for name in ("a", "b"))
+    for one, other in zip(first, again, strict=True):
+        assert one.read_bytes() == other.read_bytes(), f"{one.name} differs"
+    text = first[0].read_text(encoding="utf-8")
+    assert "projected" not in text
+    assert "Measured in a lab" in text
+    assert "What failed" not in text
+
+
+def test_names_are_escaped() -> None:
+    names = ["<b>&\"'", "_$x^2$", "a" * 300, "a" * 299 + "b", "two\nlines"]
+    few: dict[str, Any] = {"seeds": 1, "steps": 2, "tensors": 1}
+    document = comparisons.document(
+        [comparisons.method(name, title="<script>alert(1)</script>", **few) for name in names],
+        workload="<i>.py",
+        metric="$\\frac <u>",
+        command="compare '<script>'",
+    )
+    document |= {"baseline": names[0], "verdict": "<em>", "notes": ["<img src=x>"], "sweep": []}
+    document["methods"].append(comparisons.failed("</pre>", "</details><script>"))
+    document["methods"][0]["runs"][0]["tensors"][0]["name"] = "<s>$$"
+    drawn = draw(document).html
+    tags = set(re.findall(r"<(\w+)", drawn))
+    assert not tags & {"script", "img", "b", "i", "em", "u", "s"}
+    assert drawn.count("</pre>") == drawn.count("<pre>")
+    assert "&lt;script&gt;alert(1)" in drawn
+    shown = [look.label for look in looks(document).values()]
+    assert len(set(shown)) == len(names)
+    assert max(map(len, shown)) < 30
+
+
+def without_seconds(document: Document) -> Document:
+    for method in document["methods"]:
+        for run in method["runs"]:
+            run["megabytes"] = [0.0] * len(run["megabytes"])
+            run["evaluations"] = []
+            run["split"] = dict.fromkeys(run["split"], 0.0)
+    return document
+
+
+def odd_documents() -> dict[str, tuple[Document, list[str]]]:
+    """By name: the document, and the pictures that can be drawn from it."""
+    lost = comparisons.document([comparisons.failed("ddp", "E: no")], metric=None)
+    lost |= {"sweep": [], "target_loss": None}
+    none = {**copy.deepcopy(lost), "methods": [], "baseline": None, "notes": []}
+    step = comparisons.method("none", seeds=1, steps=1, tensors=0, megabytes=0.0)
+    step["summary"] |= {"final_metric": None, "to_target": None, "step_speedup": None}
+    step["runs"][0]["final_metric"] = None
+    alone = without_seconds(comparisons.document([step], hosts=1, links=[], metric=None))
+    alone["sweep"] = alone["sweep"][:1]
+    blind = comparisons.diverged("ddp", seeds=2, steps=9, tensors=1)
+    blind["runs"][0]["losses"] = [None] * 9
+    blind["runs"].append(comparisons.method("x", steps=2)["runs"][0])  # cut off
+    blind |= {"error": "stopped", "summary": None}
+    for run in blind["runs"]:
+        run["tensors"] = [{**each, "relative_error": None} for each in run["tensors"]]
+    wild = comparisons.document([blind], seconds=30.0, steps=None, higher_is_better=False)
+    wild["sweep"] += [{"link": "a mixture", "step_seconds": {"ddp": 1.0, "gone": None}}]
+    gaps = [name for name in PICTURES if name != "layers-error"]
+    return {
+        "all failed": (lost, []),
+        "nothing at all": (none, []),
+        "one step, one host": (alone, ["loss-seconds", "step-split", "step-share"]),
+        "diverged, cut off": (wild, gaps),
+    }
+
+
+@pytest.mark.parametrize("name", odd_documents())
+def test_odd_documents_are_drawn(name: str) -> None:
+    document, expected = odd_documents()[name]
+    drawn = draw(document)
+    assert list(drawn.pictures) == [f"{name}.png" for name in expected]
+    # A section without pictures says why.
+    assert not re.search(r"</h2>\s*(<h2|</main)", drawn.html)
+    assert "nan" not in re.sub(r"<svg.*?</svg>", "", drawn.html, flags=re.DOTALL)
+
+
+def test_a_failure_half_way_leaves_the_old_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "report.html").write_text("old", encoding="utf-8")
+    document = small()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no paper")
+
+    monkeypatch.setattr(Picture, "render", fail)
+    with pytest.raises(RuntimeError, match="no paper"):
+        report.write(document, tmp_path)
+    # What was measured is safe, and nothing is half done.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.json", "report.html"]
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == "old"
+    assert report.read(tmp_path / "data.json") == document
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=r"thinwire\[plot\]"):
+        report.write(small(), tmp_path)
+    with pytest.raises(MissingExtraError, match="thinwire report"):
+        report.require_matplotlib("thinwire report")
+
+
+def broken(path: str, value: Any) -> str:
+    """A document with one thing changed, as JSON."""
+    document: Any = small()
+    place = document
+    *parents, last = path.split(".")
+    for key in parents:
+        place = place[int(key) if key.isdigit() else key]
+    if value is KeyError:
+        del place[last]
+    else:
+        place[int(last) if last.isdigit() else last] = value
+    return json.dumps(document)
+
+
+WRONG = {
+    "no JSON": ("{", "not JSON"),
+    "a picture": ("\x89PNG", "not JSON"),
+    "a list": ("[]", "no schema"),
+    "another document": ('{"schema": "thinwire.bench/1"}', "thinwire.bench/1"),
+    "no methods": (broken("methods", KeyError), "'methods'"),
+    "methods of text": (broken("methods", "ddp"), "methods: expected a list, got 'ddp'"),
+    "a loss of text": (broken("methods.1.runs.0.losses.3", "x"), r"methods\[1\].*losses\[3\]"),
+    "NaN": (broken("methods.1.runs.0.losses.3", math.nan), "a finite number, got nan"),
+    "a second missing": (broken("methods.0.runs.0.seconds", [1.0]), "6 losses, 1 seconds"),
+    "a flag": (broken("methods.0.diverged", 1), "diverged: expected true or false"),
+    "a name twice": (broken("methods.1.name", "ddp"), "names that differ"),
+    "sweep of text": (broken("sweep.0.step_seconds", {"ddp": "1"}), r"step_seconds\['ddp'\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_report_is_refused(name: str, tmp_path: Path) -> None:
+    text, reason = WRONG[name]
+    path = tmp_path / "data.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=f"(?s)data.json: .*{reason}"):
+        report.read(path)
+
+
+def test_a_wrong_document_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="schema"):
+        report.write({}, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_trailing_mean() -> None:
+    values = np.array([4.0, 2.0, np.nan, 6.0, 1.0])
+    expected = [4.0, 3.0, np.nan, 4.0, 3.5]  # the third is left out of the means after it
+    np.testing.assert_allclose(trailing_mean(values, 3), expected)
+    np.testing.assert_array_equal(trailing_mean(values, 1), values)
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("steps", [1, POINTS, 5000])
+def test_thinning_keeps_both_ends(log: bool, steps: int) -> None:
+    x = np.arange(1.0, steps + 1)
+    curve = thin(Curve(x, x, x - 1, x + 1), log)
+    assert curve.x[0] == 1
+    assert curve.x[-1] == steps
+    assert len(curve.x) <= POINTS + 1
+    assert np.all(np.diff(curve.x) > 0)
+    np.testing.assert_array_equal(curve.high, curve.x + 1)
+
+
+def test_where_it_pays() -> None:
+    document = small()
+    names = ["ddp", "always", "never", "slow links", "fast links"]
+    document["methods"] = [{**document["methods"][0], "name": name} for name in names]
+    document["sweep"] = [
+        {"link": "1gbit", "step_seconds": dict(zip(names, (1, 0.5, 2, 2, 0.5), strict=True))},
+        {"link": "10mbit", "step_seconds": dict(zip(names, (1, 0.5, 2, 0.5, 2), strict=True))},
+    ]
+    found = dict(where_it_pays(document))
+    assert found["always"].startswith("pays at all rates tried")
+    assert found["never"].startswith("pays at none of the rates tried")
+    # Twice as fast at 10 Mbit/s, half as fast at 1 Gbit/s: even at the geometric mean.
+    assert found["slow links"].startswith("stops paying at about 100 Mbit/s: 2.00× at 10")  # noqa: RUF001
+    assert found["fast links"].startswith("pays at 1 Gbit/s and not at the other")
+    assert where_it_pays({**document, "baseline": None}) == []
+
+
+def test_layers_are_told_apart() -> None:
+    names = [f"module.transformer.layers.{i}.attention.weight" for i in range(12)]
+    assert _prefix(names) == "module.transformer.layers."
+    assert _prefix(names[:1]) == _prefix(["1.weight", "1.bias"]) == ""
+    assert _prefix([*names, "head"]) == ""
+
+
+def test_words() -> None:
+    numbers = (None, math.inf, 0, 0.01234, 0.35, 1.234, 99.96, 1234.5, -2.5)
+    shown = ["–", "–", "0", "0.0123", "0.350", "1.23", "100", "1,234", "-2.50"]  # noqa: RUF001
+    assert [digits(number) for number in numbers] == shown
+    assert [link(text) for text in ("100mbit", "1.5gbit", "wifi")] == [
+        *("100 Mbit/s", "1.5 Gbit/s", "wifi")
+    ]
+    assert listing(["a"]) == "a"
+    assert listing("abc") == "a, b and c"
+    assert day("2026-11-16T07:00:59+00:00") == "2026-11-16 07:00 UTC"
+    assert day("today") == "today"
+    assert shorten("0123456789", 7) == "0123…89"
+    assert labels(["_a", "$"], 9) == {"_a": " _a", "$": r"\$"}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on this machine")
+@pytest.mark.parametrize(
+    ("scheme", "paper", "ink"),
+    [
+        ("1", "rgb(255, 255, 255)", "rgb(34, 34, 34)"),
+        ("0", "rgb(22, 24, 28)", "rgb(228, 228, 228)"),
+    ],
+    ids=["light", "dark"],
+)
+def test_a_browser_shows_it(
+    scheme: str, paper: str, ink: str, written: list[Path], tmp_path: Path
+) -> None:
+    frames, said = measure(written[0], tmp_path, f"--blink-settings=preferredColorScheme={scheme}")
+    assert "CONSOLE" not in said, said
+    assert [frame["width"] for frame in frames] == [1280, 390]
+    for frame in frames:
+        assert frame["needs"] <= frame["width"], "the page scrolls sideways"
+        assert {"Results", "What failed", *SECTIONS, "Files"} <= set(frame["headings"])
+        assert len(frame["pictures"]) == len(PICTURES)
+        for left, right, height in frame["pictures"]:
+            assert left >= 0
+            assert right <= frame["width"]
+            assert right - left > 300
+            assert height > 100
+        assert frame["letters"] > 1000, "letters are not drawn"
+        assert (frame["paper"], frame["ink"]) == (paper, ink)
+        assert frame["loaded"] == []
