@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.machine import busy
 from thinwire.bench.sizes import read_size
+from thinwire.machine import busy
 
 SLOW = (
     ("dense", "dense", "auto", False),

@@ -218,8 +218,8 @@ def die_in_the_middle() -> None:
     """10 ms after the first transfer of more than a megabyte has begun."""
     count = Link._count
 
-    def counted(self, sent: int, received: int) -> None:
-        count(self, sent, received)
+    def counted(self, sent: int, received: int, messages: int) -> None:
+        count(self, sent, received, messages)
         if sent > 1e6:
             threading.Timer(0.01, die).start()
 

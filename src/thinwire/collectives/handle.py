@@ -14,9 +14,9 @@ class Account:
 
     Args:
         collective: the algorithm that was used.
-        bytes_sent, bytes_received: by this rank, without the headers of packets.
-        wire_bytes: bytes_sent with the headers that Ethernet, IP and TCP put before each packet of
-            1448 bytes: what the counter of a network interface shows, within a few per cent.
+        bytes_sent, bytes_received: by this rank, without any headers.
+        wire_bytes: bytes_sent with what gloo adds to each message: what TCP carries. The counter of
+            an Ethernet interface shows 66 bytes more for each packet of at most 1448.
         finite: False if a rank's tensor held NaN or infinity, so that no residual was changed.
             What travels as it is (NoCompression without a residual) is not looked at.
         told: this rank could not go on, and all others know.

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.compare.method import Method
 from thinwire.compressors import parse
+from thinwire.kernels import Key
 from thinwire.training.ddp import attach
 from thinwire.training.wire import Wire
 from thinwire.wire import decode, pack
@@ -48,7 +49,7 @@ def warm_up(method: Method) -> None:
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     for residual in (None, torch.zeros(5000)):
         try:
-            payload = parse(method.compressor).encode(x, residual=residual)
+            payload = parse(method.compressor).encode(x, residual=residual, key=Key(0))
         except ValueError:
             continue  # some take no residual
         payload.add_to(x.clone(), 1.0)

@@ -84,7 +84,7 @@ class Meter:
         }
         if wire is not None:
             stats = wire.stats()
-            found["reported"] = stats["total"]["bytes_sent"]
+            found["reported"] = stats["total"]["wire_bytes"]
             found["inside"] = {
                 kind: seconds / steps
                 for kind, seconds in stats["seconds"].items()
