@@ -3,7 +3,7 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo bench bench-network bench-training clean clean-kernels
+.PHONY: help setup test check format demo bench bench-network bench-training bench-compare clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,9 +34,8 @@ format: setup  ## Format the code and apply the safe lint fixes
 	$(VENV)/bin/ruff check --fix --exit-zero --quiet
 	$(VENV)/bin/ruff format
 
-demo: setup  ## Compare the compressors on this machine and write report/bench.html
-	@mkdir -p report
-	.venv/bin/thinwire bench --plot report/bench.html
+demo: setup  ## Train with and without compression on a slow network; writes report/report.html
+	$(VENV)/bin/thinwire compare --out report
 
 bench: setup  ## Measure against the performance targets
 	$(VENV)/bin/python benchmarks/targets.py
@@ -48,6 +47,9 @@ bench-training: setup  ## Train with and without compression; measure the DDP ho
 	$(VENV)/bin/python benchmarks/ddp.py
 	$(VENV)/bin/python benchmarks/convergence.py --workload images
 	$(VENV)/bin/python benchmarks/convergence.py --workload text --seeds 1
+
+bench-compare: setup  ## The full comparison on a slow network, with its targets (about 40 minutes)
+	$(VENV)/bin/python benchmarks/compare.py
 
 clean-kernels:  ## Remove compiled kernels, needed after editing a function that others inline
 	find src -name '*.nb[ic]' -delete

@@ -12,6 +12,9 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+import warm
+
+MANY = 1000  # tests: fewer do not need all kernels
 
 hypothesis.settings.register_profile(
     "default",
@@ -50,7 +53,20 @@ def no_network():
     socket.socket.connect = connect
 
 
-def pytest_collection_modifyitems(items):
-    """Tests with many processes come last: one process has then compiled the kernels for all."""
+def pytest_collection_modifyitems(config, items):
+    """Tests without kernels first, those with many processes last.
+
+    The kernels are compiled meanwhile, so that not every process has to do it for itself.
+    """
     several = {"Ranks", "ranks", "torchrun"}
-    items.sort(key=lambda item: bool(several & vars(item.module).keys()))
+    without = ("test_lab", "test_lab_racks", "test_cli_lab", "test_imports", "test_report")
+
+    def place(item):
+        if item.module.__name__ in without:
+            return 0
+        return 2 if several & vars(item.module).keys() else 1
+
+    items.sort(key=place)
+    if len(items) > MANY and not config.option.collectonly:
+        warming = warm.start()
+        config.add_cleanup(lambda: (warming.kill(), warming.wait()))

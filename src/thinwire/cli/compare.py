@@ -130,6 +130,7 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from thinwire.errors import MissingExtraError
+    from thinwire.lab import LabError
 
     try:
         settings = _settings(arguments)
@@ -142,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
         comparison = Comparison(settings)
         with shown(comparison.methods, len(settings.seeds)) as watcher:
             document = comparison.run(watcher, shlex.join(["thinwire", *arguments.argv]))
-    except (SettingError, MissingExtraError) as error:
+    except (SettingError, MissingExtraError, LabError) as error:
         return complain("compare", error)
     with patient():
         _show(document, arguments.out)

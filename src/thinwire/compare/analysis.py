@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.compare.counters import FULL
 from thinwire.compare.method import Method, read
-from thinwire.compare.settings import BASELINE
+from thinwire.compare.settings import BASELINE, SCHEMA
 from thinwire.compare.verdict import verdict_of
 from thinwire.lab import parse_rate
 from thinwire.machine import machine, versions
@@ -18,7 +18,6 @@ from thinwire.machine import machine, versions
 if TYPE_CHECKING:
     from thinwire.compare.run import Comparison, Outcome
 
-SCHEMA = "thinwire.compare/1"
 _KINDS = ("compute", "encode", "network", "decode")
 NEAR = 0.02  # of the baseline's final loss: as near counts as there, for the baseline too
 _BLOWN_UP = 3.0  # a loss so many times that of the start has diverged

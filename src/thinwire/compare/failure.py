@@ -13,6 +13,10 @@ _LONGEST = 2000
 
 def reason(error: HostFailedError, patience: float) -> str:
     """What went wrong first, from what the ranks said on standard error."""
+    if error.exit_code < 0:
+        return (
+            str(error).splitlines()[0].rstrip(":")
+        )  # a signal: what others say is its consequence
     ours = [error.results[error.host]]
     ours += [result for result in error.results if result.host != error.host]
     said = [line for result in ours if (line := _last_error(result))]

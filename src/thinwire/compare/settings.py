@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+SCHEMA = "thinwire.compare/1"  # of the document that a comparison comes to
 BASELINE = "ddp"
 # Always in the picture. A hook of PyTorch's that fails is shown with its error.
 BASELINES = (BASELINE, "torch:fp16", "torch:bf16", "torch:powersgd")

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-SCHEMA = "thinwire.compare/1"
+from thinwire.compare.settings import SCHEMA
 
 Document = dict[str, Any]
 
