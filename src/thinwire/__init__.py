@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from thinwire.compressors import (
         QSGD,
+        ARCTopK,
         Bernoulli,
         Cast,
         Chain,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         Natural,
         NoCompression,
         OneBit,
+        PowerSGD,
         Quantize,
         RandomK,
         ScaledSign,
@@ -76,6 +78,7 @@ __all__ = [
     "EF21",
     "EF21M",
     "QSGD",
+    "ARCTopK",
     "Account",
     "Bernoulli",
     "Cast",
@@ -95,6 +98,7 @@ __all__ = [
     "OneBit",
     "Payload",
     "PeerError",
+    "PowerSGD",
     "Quantize",
     "RandomK",
     "Reducer",

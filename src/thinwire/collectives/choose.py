@@ -1,8 +1,8 @@
 """Which collective carries a call: `auto` decides by the bytes that each would move."""
 
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, Joint
 
-COLLECTIVES = ("auto", "gather", "summable", "twoshot", "sparse")
+COLLECTIVES = ("auto", "gather", "summable", "twoshot", "sparse", "joint")
 SMALL = 1 << 16  # bytes that gather may move more: less than what another meeting costs
 TWICE = 0.5  # what compresses twice must move at most this share of gather's bytes
 
@@ -14,6 +14,8 @@ def moved(collective: str, message: float, size: int) -> float:
 
 def suits(collective: str, compressor: Compressor) -> str | None:
     """None, or why a compressor cannot be used with a collective."""
+    if isinstance(compressor, Joint) != (collective == "joint"):
+        return "'joint' carries what all ranks find together (PowerSGD, ARCTopK), and only that"
     if collective == "summable" and not compressor.summable:
         return (
             "its payloads do not add up (those of NoCompression, Cast to 16 bits and shared "
@@ -32,6 +34,8 @@ def choose(compressor: Compressor, message: float, size: int, mixed: bool = Fals
     ranks on, and not for messages so small that another meeting would cost more than it saves.
     Tensors of mixed types cannot go through sparse.
     """
+    if isinstance(compressor, Joint):
+        return "joint"
     if compressor.summable:
         return "summable"
     rival = "sparse" if compressor.sparse and not mixed else "twoshot"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.work import Part, Work
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, Joint
 from thinwire.errors import MemoryLimitError
 from thinwire.kernels import Key
 from thinwire.wire import Payload, pack, unpack
@@ -225,8 +225,19 @@ _PHASES: dict[str, Callable[[Load, int, int], list[Phase]]] = {
 
 def guard(collective: str, work: Work, size: int) -> None:
     """Refuse an exchange that would take more than the limit."""
-    if work.limit is not None:
+    if work.limit is not None and isinstance(work.compressor, Joint):
+        need = _joint(work.parts, work.compressor)
+        if need.num_bytes > work.limit:
+            raise refuse(collective, need, work.limit, size)
+    elif work.limit is not None:
         _check(collective, Load.of(work.parts, work.compressor), size, work.limit)
+
+
+def _joint(parts: Sequence[Part], compressor: Joint) -> Estimate:
+    """Copies of all tensors, twice what travels of them, and the results before they are written."""
+    copies = sum(part.x.numel() * part.real.itemsize for part in parts)
+    sent = sum(compressor.sent(part.shape) * part.real.itemsize for part in parts)
+    return Estimate((("copies", copies), ("factors", 2 * sent), ("results", copies)))
 
 
 def check_real(collective: str, work: Work, messages: Sequence[Tensor], size: int) -> None:

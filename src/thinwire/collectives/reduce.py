@@ -4,12 +4,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.choose import COLLECTIVES, choose, suits
 from thinwire.collectives.gather import gather
 from thinwire.collectives.handle import Account, Handle
+from thinwire.collectives.joint import joint
 from thinwire.collectives.memory import Load, guard, limit_of
 from thinwire.collectives.ops import check, check_writable, op_name, weight_of
 from thinwire.collectives.sparse import sparse
@@ -27,7 +29,7 @@ from thinwire.collectives.summable import is_dense, summable
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.twoshot import twoshot
 from thinwire.collectives.work import Work
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, Joint
 from thinwire.kernels import Key
 
 log = logging.getLogger("thinwire")
@@ -62,7 +64,7 @@ def all_reduce(
         group: a process group; None is the default group. A group of one rank returns at once.
         async_op: return at once; the tensor and the residual belong to the call until the handle
             has ended. Calls of one group are carried out in the order they were made.
-        collective: "gather", "summable", "twoshot" or "sparse"; "auto" takes the one that moves the
+        collective: "gather", "summable", "twoshot", "sparse" or "joint"; "auto" takes the one that moves the
             fewest bytes (see `thinwire.collectives.choose`), and ``handle.collective`` says which.
         max_bytes: most extra memory that the call may take on this rank, as a number or "512MiB";
             by default what THINWIRE_MAX_BYTES says, else no limit. "gather" goes in rounds to stay
@@ -163,6 +165,8 @@ def start(
     gate: Callable[[Talk], None] | None = None,
     before: Callable[[], None] | None = None,
     after: Callable[[Account], None] | None = None,
+    shapes: Sequence[torch.Size] | None = None,
+    recall: Sequence[dict[str, Tensor]] | None = None,
 ) -> Handle:
     """What both calls above do, with room for feedback around it.
 
@@ -173,6 +177,8 @@ def start(
         before, after: called by the thread that carries out the exchange, before it reads tensors
             and residuals and after it has written them. `after` is not called when the exchange
             failed. A group of one rank calls neither.
+        shapes: where the tensors are flattened ones, those of the originals.
+        recall: what a joint compressor finds again in the next call, for each tensor.
     """
     compressor = compressor_of(compressor)
     operation = op_name(op)
@@ -216,7 +222,9 @@ def start(
             if before is not None:
                 before()
             weight = weight_of(operation, session.size)
-            work = Work.of(tensors, residuals, compressor, drawn, weight, limit=limit)
+            work = Work.of(
+                tensors, residuals, compressor, drawn, weight, limit=limit, shapes=shapes, recall=recall
+            )
             used = _chosen(work, session.size) if collective == "auto" else collective
             if used != "gather":
                 guard(_kind(used, work), work, session.size)
@@ -229,7 +237,7 @@ def start(
         elif used == "summable":
             summable(talk, work, getattr(dist.ReduceOp, operation if operation != "AVG" else "SUM"))
         else:
-            {"twoshot": twoshot, "sparse": sparse}[used](talk, work)
+            {"twoshot": twoshot, "sparse": sparse, "joint": joint}[used](talk, work)
         with talk.clock("decode"):
             work.done()
             if after is not None:
@@ -254,6 +262,8 @@ def refuse(error: Exception, tensor: Tensor, group: Group, timeout: Timeout) -> 
 
 
 def _chosen(work: Work, size: int) -> str:
+    if isinstance(work.compressor, Joint):
+        return "joint"
     mixed = len({part.x.dtype for part in work.parts}) > 1
     return choose(work.compressor, Load.of(work.parts, work.compressor).frame, size, mixed)
 

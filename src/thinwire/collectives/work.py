@@ -22,6 +22,7 @@ class Part(NamedTuple):
     x: Tensor
     r: Tensor | None
     key: Key
+    shape: torch.Size = torch.Size()  # that it has for its owner
 
     def cut(self, lo: int, hi: int, key: Key) -> "Part":
         """Some elements, as a part of its own that shares the memory."""
@@ -54,6 +55,7 @@ class Work:
         weight: what the sum is multiplied with, 1 / members for an average.
         finish: writes flat copies back where tensors are not contiguous.
         limit: most extra bytes that the call may take.
+        recall: what a joint compressor finds again in the next call, for each part.
     """
 
     parts: list[Part]
@@ -61,6 +63,7 @@ class Work:
     weight: float
     finish: list[Callable[[], object]]
     limit: int | None = None
+    recall: Sequence[dict[str, Tensor]] | None = None
 
     @classmethod
     def of(
@@ -73,11 +76,14 @@ class Work:
         *,
         changes: bool = True,
         limit: int | None = None,
+        shapes: Sequence[torch.Size] | None = None,
+        recall: Sequence[dict[str, Tensor]] | None = None,
     ) -> "Work":
         """Flatten tensors and residuals; what is not contiguous is worked on in a copy.
 
         Args:
             changes: whether the result goes into the tensors; they are only read otherwise.
+            shapes: where the tensors are flattened ones, those of the originals.
         """
         parts, finish = [], []
         for i, (tensor, residual) in enumerate(zip(tensors, residuals, strict=True)):
@@ -88,8 +94,14 @@ class Work:
             if residual is not None:
                 r, done = flat_view(residual)
                 finish.append(done)
-            parts.append(Part(x, r, key if i == 0 else key.derive(i)))
-        return cls(parts, compressor, weight, finish, limit)
+            shape = tensor.shape if shapes is None else shapes[i]
+            parts.append(Part(x, r, key if i == 0 else key.derive(i), shape))
+        return cls(parts, compressor, weight, finish, limit, recall)
+
+    def recalled(self) -> list[tuple[Part, dict[str, Tensor]]]:
+        """Each part with what is to be found again; nothing if nobody keeps it."""
+        kept = [{} for _ in self.parts] if self.recall is None else self.recall
+        return list(zip(self.parts, kept, strict=True))
 
     def done(self) -> None:
         """Write back what was worked on in copies."""

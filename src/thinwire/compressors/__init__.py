@@ -1,13 +1,16 @@
 """Compressors: one algorithm a file, all with the same contract (`base`)."""
 
+from thinwire.compressors.arctopk import ARCTopK
 from thinwire.compressors.base import Compressor
 from thinwire.compressors.bernoulli import Bernoulli
 from thinwire.compressors.cast import Cast
 from thinwire.compressors.chain import Chain
+from thinwire.compressors.joint import Joint
 from thinwire.compressors.lossless import Lossless
 from thinwire.compressors.natural import Natural
 from thinwire.compressors.none import NoCompression
 from thinwire.compressors.onebit import OneBit
+from thinwire.compressors.powersgd import PowerSGD
 from thinwire.compressors.qsgd import QSGD
 from thinwire.compressors.quantize import Quantize
 from thinwire.compressors.randomk import RandomK
@@ -20,14 +23,17 @@ from thinwire.compressors.topk import TopK
 
 __all__ = [
     "QSGD",
+    "ARCTopK",
     "Bernoulli",
     "Cast",
     "Chain",
     "Compressor",
+    "Joint",
     "Lossless",
     "Natural",
     "NoCompression",
     "OneBit",
+    "PowerSGD",
     "Quantize",
     "RandomK",
     "ScaledSign",

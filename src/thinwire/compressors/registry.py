@@ -2,14 +2,17 @@
 
 from typing import Any
 
+from thinwire.compressors.arctopk import ARCTopK
 from thinwire.compressors.base import Compressor
 from thinwire.compressors.bernoulli import Bernoulli
 from thinwire.compressors.cast import Cast
 from thinwire.compressors.chain import Chain
+from thinwire.compressors.joint import Joint
 from thinwire.compressors.lossless import Lossless
 from thinwire.compressors.natural import Natural
 from thinwire.compressors.none import NoCompression
 from thinwire.compressors.onebit import OneBit
+from thinwire.compressors.powersgd import PowerSGD
 from thinwire.compressors.qsgd import QSGD
 from thinwire.compressors.quantize import Quantize
 from thinwire.compressors.randomk import RandomK
@@ -36,12 +39,15 @@ _ALL: tuple[type[Compressor], ...] = (
     Tiered,
     Lossless,
 )
+_JOINT: tuple[type[Joint], ...] = (PowerSGD, ARCTopK)
 BY_NAME: dict[str, type[Compressor]] = {kind.name: kind for kind in _ALL}
+JOINT: dict[str, type[Joint]] = {kind.name: kind for kind in _JOINT}
 
 
 def compressors() -> dict[str, str]:
     """Every compressor's name in spec strings, with one line on what it sends."""
-    return {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in BY_NAME.items()}
+    kinds = {**BY_NAME, **JOINT}
+    return {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in kinds.items()}
 
 
 def parse(spec: str) -> Compressor:
@@ -51,7 +57,11 @@ def parse(spec: str) -> Compressor:
     """
     if not isinstance(spec, str):
         raise TypeError(f"a spec is a string such as 'topk:0.01', got {spec!r}")
-    stages = [build(text, "compressor", BY_NAME, _value) for text in split(spec, "|")]
+    kinds: dict[str, type[Compressor]] = {**BY_NAME, **JOINT}
+    stages = [build(text, "compressor", kinds, _value) for text in split(spec, "|")]
+    for stage in stages if len(stages) > 1 else ():
+        if isinstance(stage, Joint):
+            raise ValueError(f"{spec!r}: {stage} is found by all ranks together: it has no chains")
     return stages[0] if len(stages) == 1 else Chain.of(*stages)
 
 

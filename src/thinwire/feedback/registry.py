@@ -1,6 +1,6 @@
 """All feedbacks by name. A new one is one line in `_ALL`."""
 
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, Joint
 from thinwire.compressors.spec import build
 from thinwire.feedback.base import Feedback
 from thinwire.feedback.ef14 import EF14
@@ -31,9 +31,11 @@ def feedback_for(compressor: Compressor, feedback: Feedback | str) -> Feedback:
 
     Args:
         feedback: one, or its spec, or "auto": EF14 for what is biased, none for what is right on
-            average.
+            average, what its paper has for a joint one.
     """
     if isinstance(feedback, str) and feedback.strip().lower() == "auto":
+        if isinstance(compressor, Joint):
+            return parse_feedback(compressor.feedback)
         return NoFeedback() if compressor.lossless or compressor.unbiased else EF14()
     chosen = feedback if isinstance(feedback, Feedback) else parse_feedback(feedback)
     return NoFeedback() if compressor.lossless and isinstance(chosen, EF14) else chosen

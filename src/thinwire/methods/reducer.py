@@ -18,7 +18,7 @@ from thinwire.collectives.memory import limit_of
 from thinwire.collectives.reduce import start
 from thinwire.collectives.start import Group, Timeout, compressor_of, span_of
 from thinwire.collectives.talk import Talk
-from thinwire.compressors import Compressor, NoCompression
+from thinwire.compressors import Compressor, Joint, NoCompression
 from thinwire.compressors.base import FLOATS
 from thinwire.feedback import EF14, Feedback, NoFeedback, feedback_for, parse_feedback
 from thinwire.feedback.base import Desk, Turn
@@ -107,7 +107,8 @@ class Reducer:
         self.compressor = compressor_of(compressor)
         self._auto = isinstance(feedback, str) and feedback.strip().lower() == "auto"
         if self._auto:
-            self.feedback: Feedback = EF14()
+            natural = self.compressor.feedback if isinstance(self.compressor, Joint) else "ef14"
+            self.feedback: Feedback = parse_feedback(natural)
         else:
             self.feedback = feedback if isinstance(feedback, Feedback) else parse_feedback(feedback)
         limit_of(max_bytes), span_of(timeout), Key(seed=seed).checked()  # refused here and now
@@ -121,6 +122,8 @@ class Reducer:
         self.seed = seed
         self.ledger = Ledger() if ledger is None else ledger
         self.slabs = Slabs(self.feedback)
+        # What a joint compressor finds again, the same on all ranks, by the name of a tensor.
+        self.recalled: dict[str, dict[str, Tensor]] = {}
         self.turns: dict[str, int] = {}  # exchanges begun, by the name of their first tensor
         self._room = Room()
 
@@ -252,6 +255,8 @@ class Reducer:
             gate=ask,
             before=before,
             after=after,
+            shapes=[unit.shape for unit in units],
+            recall=self._recall(units) if isinstance(compressor, Joint) else None,
             **self._options,
         )
         self.turns[names[0]] = (turn_number + 1) % (1 << 32)
@@ -260,6 +265,12 @@ class Reducer:
                 slab.begun(exchange.handle)
         self.ledger.note(exchange.handle, units, compressor)
         return exchange
+
+    def _recall(self, units: Sequence[Unit]) -> list[dict[str, Tensor]]:
+        for unit in units:
+            if len(unit.names) > 1:
+                raise ValueError(f"{self.compressor} sees each tensor by itself, not {unit.names}")
+        return [self.recalled.setdefault(unit.names[0], {}) for unit in units]
 
     def _feedback_of(self, units: Sequence[Unit], compressor: Compressor) -> Feedback:
         """What is remembered anyway, unless nothing is lost and nothing waits to be sent."""
@@ -272,6 +283,7 @@ class Reducer:
     def reset(self) -> None:
         """Forget what was left out."""
         self.slabs.reset()
+        self.recalled.clear()
 
     def scale(self, factor: float) -> None:
         """Multiply all that is remembered, when the loss is from now on scaled by that factor."""
@@ -283,6 +295,10 @@ class Reducer:
             "seed": self.seed,
             "feedback": str(self.feedback),
             "turns": dict(self.turns),
+            "recalled": {
+                name: {part: values.clone() for part, values in kept.items()}
+                for name, kept in self.recalled.items()
+            },
             "tensors": {
                 name: {"steps": steps, **state}
                 for name in self.slabs.names()
@@ -313,6 +329,10 @@ class Reducer:
             raise ValueError(f"the state is that of feedback {found!r}, this is {own!r}")
         self.seed = chosen["seed"]
         self.turns = dict(chosen["turns"])
+        self.recalled = {
+            name: {part: values.clone() for part, values in kept.items()}
+            for name, kept in chosen.get("recalled", {}).items()
+        }
         self.slabs.load(
             {
                 name: (

@@ -40,6 +40,11 @@ class Unit:
         return [piece.numel() for piece in self.pieces]
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the one tensor, or that of all together, flat."""
+        return self.pieces[0].shape if len(self.pieces) == 1 else torch.Size([sum(self.sizes)])
+
+    @property
     def num_bytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
 

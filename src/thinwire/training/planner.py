@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, Joint
 
 GRANULARITIES = ("bucket", "tensor")
 DENSE_ENOUGH = 1 << 20  # bytes of dense tensors that are worth an exchange before the last bucket
@@ -56,6 +56,7 @@ class Planner:
         """A new step."""
         self.orders: list[Order] = []  # of this step, so far
         self._dense: list[Piece] = []
+        self._joint: dict[Compressor, list[str]] = {}
 
     def add(self, bucket: list[Piece], last: bool) -> list[Order]:
         """What is to be sent now that these tensors are there too."""
@@ -64,9 +65,17 @@ class Planner:
             compressor = None if piece.sparse else self._choose(piece.name)
             if compressor is None:
                 self._dense.append(piece)
+            elif isinstance(compressor, Joint):
+                self._joint.setdefault(compressor, []).append(piece.name)
             else:
                 by_compressor.setdefault(compressor, []).append(piece.name)
         due = [Order(compressor, self._units(names)) for compressor, names in by_compressor.items()]
+        if last:  # what all ranks find together, they find for all tensors at once
+            due += [
+                Order(compressor, tuple((name,) for name in names))
+                for compressor, names in self._joint.items()
+            ]
+            self._joint = {}
         if self._dense and (last or sum(p.num_bytes for p in self._dense) >= DENSE_ENOUGH):
             by_type: dict[torch.dtype, list[str]] = {}
             for piece in self._dense:

@@ -1,0 +1,94 @@
+"""What no rank can compress alone: all ranks together find out what to send."""
+
+from abc import abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors.base import Compressor, Encoded, Request
+from thinwire.kernels import Key
+from thinwire.wire import Payload
+
+
+class Seen(NamedTuple):
+    """A tensor as a joint compressor sees it.
+
+    Args:
+        matrix: x + residual. In the end holds what this rank has not given to the result.
+        key: to draw with, the same on all ranks.
+        recall: what the compressor wants to find again in the next call, the same on all ranks.
+    """
+
+    matrix: Tensor
+    key: Key
+    recall: dict[str, Tensor]
+
+
+Search = Generator[list[Tensor], list[Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Joint(Compressor):
+    """Base of the compressors that talk while they compress.
+
+    They have no payload: their own collective carries them, through `thinwire.all_reduce`, a
+    `Reducer` or `attach`. What they describe is how a tensor is seen as a matrix, and how much of
+    it travels.
+    """
+
+    feedback: ClassVar[str] = "ef14"  # what the paper uses it with
+
+    @property
+    def random(self) -> bool:
+        return True
+
+    @property
+    def common_key(self) -> bool:
+        return True
+
+    @abstractmethod
+    def matrix(self, shape: torch.Size) -> tuple[int, int] | None:
+        """Rows and columns that a tensor of this shape is seen as; None if it travels as it is."""
+
+    @property
+    @abstractmethod
+    def num_sums(self) -> int:
+        """How often `find` asks for means."""
+
+    @abstractmethod
+    def find(self, seen: Sequence[Seen]) -> Search:
+        """Yield what is to be averaged over ranks, get the means, return the ranks' mean as it is
+        approximated, one matrix for each."""
+
+    @abstractmethod
+    def sent(self, shape: torch.Size) -> int:
+        """How many values of a tensor of this shape go into the sums."""
+
+    def draft(
+        self, x: Tensor, *, residual: Tensor | None = None, key: Key | None = None
+    ) -> Payload:
+        raise TypeError(f"{self._who}, so it has no payload: use {self._where}")
+
+    def encode_flat(self, request: Request) -> Encoded | None:
+        raise AssertionError(f"{self._who}, so it has no payload")
+
+    def __or__(self, other: Compressor) -> Compressor:
+        raise TypeError(f"{self._who}, so it cannot be chained")
+
+    @property
+    def _who(self) -> str:
+        return f"{type(self).__name__} is found by all ranks together"
+
+    @property
+    def _where(self) -> str:
+        return "tw.all_reduce, tw.Reducer or tw.attach"
+
+
+def normal(rows: int, columns: int, key: Key, dtype: torch.dtype) -> Tensor:
+    """Independent standard normal numbers, the same on every rank that has the same key."""
+    seed = key.derive(key.step, key.tensor, key.stream).seed & ((1 << 63) - 1)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator, dtype=dtype)
