@@ -64,7 +64,17 @@ if TYPE_CHECKING:
         ThinwireError,
         ThinwireWarning,
     )
-    from thinwire.feedback import EF14, EF21, EF21M, Feedback, NoFeedback, feedbacks, parse_feedback
+    from thinwire.feedback import (
+        DGC,
+        EF14,
+        EF21,
+        EF21M,
+        Feedback,
+        NoFeedback,
+        Vote,
+        feedbacks,
+        parse_feedback,
+    )
     from thinwire.kernels import Key
     from thinwire.methods import Reducer
     from thinwire.telemetry import track
@@ -74,6 +84,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DGC",
     "EF14",
     "EF21",
     "EF21M",
@@ -110,6 +121,7 @@ __all__ = [
     "Threshold",
     "Tiered",
     "TopK",
+    "Vote",
     "Wire",
     "__version__",
     "all_gather",

@@ -234,7 +234,7 @@ def guard(collective: str, work: Work, size: int) -> None:
 
 
 def _joint(parts: Sequence[Part], compressor: Joint) -> Estimate:
-    """Copies of all tensors, twice what travels of them, and the results before they are written."""
+    """Copies of all tensors, what travels of them twice, and the results."""
     copies = sum(part.x.numel() * part.real.itemsize for part in parts)
     sent = sum(compressor.sent(part.shape) * part.real.itemsize for part in parts)
     return Estimate((("copies", copies), ("factors", 2 * sent), ("results", copies)))

@@ -64,8 +64,9 @@ def all_reduce(
         group: a process group; None is the default group. A group of one rank returns at once.
         async_op: return at once; the tensor and the residual belong to the call until the handle
             has ended. Calls of one group are carried out in the order they were made.
-        collective: "gather", "summable", "twoshot", "sparse" or "joint"; "auto" takes the one that moves the
-            fewest bytes (see `thinwire.collectives.choose`), and ``handle.collective`` says which.
+        collective: "gather", "summable", "twoshot", "sparse" or "joint"; "auto" takes the one that
+            moves the fewest bytes (see `thinwire.collectives.choose`), and ``handle.collective``
+            says which.
         max_bytes: most extra memory that the call may take on this rank, as a number or "512MiB";
             by default what THINWIRE_MAX_BYTES says, else no limit. "gather" goes in rounds to stay
             below it; what cannot is refused before anything is sent.
@@ -223,7 +224,14 @@ def start(
                 before()
             weight = weight_of(operation, session.size)
             work = Work.of(
-                tensors, residuals, compressor, drawn, weight, limit=limit, shapes=shapes, recall=recall
+                tensors,
+                residuals,
+                compressor,
+                drawn,
+                weight,
+                limit=limit,
+                shapes=shapes,
+                recall=recall,
             )
             used = _chosen(work, session.size) if collective == "auto" else collective
             if used != "gather":

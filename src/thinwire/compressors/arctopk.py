@@ -87,9 +87,7 @@ class ARCTopK(Joint):
 
     def find(self, seen: Sequence[Seen]) -> Search:
         sketches = yield [self._sketch(each) for each in seen]
-        chosen = [
-            strongest(sketch, kept(len(sketch), self.ratio)) for sketch in sketches
-        ]
+        chosen = [strongest(sketch, kept(len(sketch), self.ratio)) for sketch in sketches]
         rows = yield [s.matrix[places] for s, places in zip(seen, chosen, strict=True)]
         results = []
         for each, places, means in zip(seen, chosen, rows, strict=True):

@@ -14,11 +14,11 @@ class PowerSGD(Joint):
     """The best low rank of the mean gradient, found by one step of power iteration.
 
     A tensor is a matrix M of its first dimension and the rest. P = mean(M Q) over ranks, columns
-    made orthonormal; Q = mean(M^T P); the result is P Q^T. Q is kept for the next step (warm start),
-    so the iteration goes on from step to step. Both means are sums of small matrices: all tensors
-    of a call go in two all-reduces, and ranks end with the same result. A mean of rank `rank` or
-    less comes out exactly. With a residual, what a rank adds to the next call is its own M less the
-    result.
+    made orthonormal; Q = mean(M^T P); the result is P Q^T. Q is kept for the next step (warm
+    start), so the iteration goes on from step to step. Both means are sums of small matrices: all
+    tensors of a call go in two all-reduces, and ranks end with the same result. A mean of rank
+    `rank` or less comes out exactly. With a residual, what a rank adds to the next call is its own
+    M less the result.
 
     Args:
         rank: of the result, at most the smaller side of the matrix.

@@ -36,12 +36,14 @@ class Desk(NamedTuple):
         first: whether the memory is still zero.
         later: `commit` comes after other exchanges, or never: then the memory must be untouched and
             the desk its own.
+        size: of the group.
     """
 
     room: Room
     name: str
     first: bool
     later: bool
+    size: int = 1
 
     def take(self, name: str, like: Vector) -> Tensor:
         """A tensor to work in, with any content."""

@@ -3,11 +3,13 @@
 from thinwire.compressors import Compressor, Joint
 from thinwire.compressors.spec import build
 from thinwire.feedback.base import Feedback
+from thinwire.feedback.dgc import DGC
 from thinwire.feedback.ef14 import EF14
 from thinwire.feedback.ef21 import EF21, EF21M
 from thinwire.feedback.none import NoFeedback
+from thinwire.feedback.vote import Vote
 
-_ALL: tuple[type[Feedback], ...] = (NoFeedback, EF14, EF21, EF21M)
+_ALL: tuple[type[Feedback], ...] = (NoFeedback, EF14, EF21, EF21M, DGC, Vote)
 BY_NAME: dict[str, type[Feedback]] = {kind.name: kind for kind in _ALL}
 
 

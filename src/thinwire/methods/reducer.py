@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.choose import COLLECTIVES, suits
-from thinwire.collectives.handle import Account, Handle
+from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import limit_of
 from thinwire.collectives.reduce import start
 from thinwire.collectives.start import Group, Timeout, compressor_of, span_of
@@ -24,51 +24,12 @@ from thinwire.feedback import EF14, Feedback, NoFeedback, feedback_for, parse_fe
 from thinwire.feedback.base import Desk, Turn
 from thinwire.feedback.vector import Room
 from thinwire.kernels import Key
-from thinwire.methods.unit import Slab, Slabs, State, Unit
+from thinwire.methods.exchange import Exchange
+from thinwire.methods.unit import Slabs, State, Unit
 from thinwire.telemetry import Ledger
 
 DENSE = NoCompression()  # what travels as it is; a user's own NoCompression is another object
 SHOWN = 300  # letters of names in an error
-
-
-class Exchange:
-    """An exchange under way.
-
-    Args:
-        handle: to wait for.
-        units: what is averaged.
-    """
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = units
-        self.handle: Handle
-        self._turns: list[tuple[Slab | None, Turn]] = []
-        self._feedback: Feedback
-        self._ready = False  # whether there is something to commit
-        self.idle: set[str] = set()  # tensors that are zero on all ranks
-        self._aside: list[tuple[Tensor, Tensor]] = []  # places in residuals, and their content
-
-    def set_aside(self, unit: Unit, turn: Turn) -> None:
-        """Take what is remembered of idle tensors out of this exchange."""
-        if self.idle and turn.residual is not None:
-            parts = torch.split(turn.residual, unit.sizes)
-            for name, part in zip(unit.names, parts, strict=True):
-                if name in self.idle:
-                    self._aside.append((part, part.clone()))
-                    part.zero_()
-
-    def commit(self) -> None:
-        """Remember what it left out. The reducer does this itself unless told that it comes later;
-        an exchange that is never committed leaves what is remembered as it was."""
-        if not self._ready:
-            return
-        self._ready = False
-        for place, values in self._aside:
-            place.copy_(values)
-        for slab, turn in self._turns:
-            turn.commit()
-            if slab is not None:
-                slab.committed(self._feedback)
 
 
 class Reducer:
@@ -119,6 +80,7 @@ class Reducer:
             "max_bytes": max_bytes,
             "timeout": timeout,
         }
+        self._size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.seed = seed
         self.ledger = Ledger() if ledger is None else ledger
         self.slabs = Slabs(self.feedback)
@@ -190,29 +152,17 @@ class Reducer:
             later: `commit` will be called, or not, when more is known.
             measure: called by the exchanging thread before each unit is compressed.
         """
-        exchange = Exchange(units)
         compressor = self.compressor if compressor is None else compressor
-        feedback = exchange._feedback = self._feedback_of(units, compressor)
+        feedback = self._feedback_of(units, compressor)
         if not (compressor.lossless and isinstance(feedback, NoFeedback)):
             for unit in units:
                 check_types(unit, compressor)
-        flats: list[Tensor] = []
-        for i, unit in enumerate(units):
-            slab = None if isinstance(feedback, NoFeedback) else self.slabs.of(unit)
-            if slab is not None and feedback.dense_start:
-                slab.settled()  # whether this one goes uncompressed must not depend on speed
-            desk = Desk(self._room, f"{i}", slab is None or slab.fresh, later or census)
-            flat = unit.flat(self._room, f"{i}")
-            flats.append(flat)
-            turn = feedback.turn({} if slab is None else slab.vectors, flat, desk)
-            exchange._turns.append((slab, turn))
-            if slab is not None and slab.fresh and feedback.dense_start:
-                compressor = DENSE
+        exchange = Exchange(units, feedback, later)
+        if self._seat(exchange, feedback, later or census):
+            compressor = DENSE
         names = [name for unit in units for name in unit.names]
         turn_number = self.turns.get(names[0], 0)
         key = Key(self.seed, turn_number, zlib.crc32("\n".join(names).encode()))
-        collective = "auto" if compressor is DENSE else self._collective
-
         asked = census and isinstance(feedback, EF14)
 
         def ask(talk: Talk) -> None:
@@ -221,50 +171,55 @@ class Reducer:
             if asked:
                 exchange.idle = idle_names(talk, units)
 
-        def before() -> None:
-            for unit, flat, (_, turn) in zip(units, flats, exchange._turns, strict=True):
-                unit.fill(flat)
-                turn.before()
-                exchange.set_aside(unit, turn)
-                if measure is not None:
-                    measure(unit, turn, compressor, key)
+        def measured(unit: Unit, turn: Turn) -> None:
+            if measure is not None:
+                measure(unit, turn, compressor, key)
 
-        def after(account: Account) -> None:
-            for unit, flat, (_, turn) in zip(units, flats, exchange._turns, strict=True):
-                if account.finite:
-                    turn.after()
-                else:
-                    flat.fill_(torch.nan)
-                unit.give_back(flat)
-            exchange._ready = account.finite
-            if not later:
-                exchange.commit()
-
-        tensors = [turn.tensor for _, turn in exchange._turns]
         exchange.handle = start(
             "average",
-            tensors,
+            [turn.tensor for turn in exchange.turns],
             compressor,
-            [turn.residual for _, turn in exchange._turns],
+            [turn.residual for turn in exchange.turns],
             None,  # a handle that is kept must not keep the tensors
             op=dist.ReduceOp.AVG,
             async_op=True,
-            collective=collective,
+            collective="auto" if compressor is DENSE else self._collective,
             key=key,
             about=_about(units),
             gate=ask,
-            before=before,
-            after=after,
+            before=lambda: exchange.prepare(measured),
+            after=exchange.finish,
             shapes=[unit.shape for unit in units],
             recall=self._recall(units) if isinstance(compressor, Joint) else None,
             **self._options,
         )
+        if exchange.handle.collective == "none":  # a group of one rank
+            exchange.alone()
         self.turns[names[0]] = (turn_number + 1) % (1 << 32)
-        for slab, _ in exchange._turns:
-            if slab is not None:
-                slab.begun(exchange.handle)
+        for slab in exchange.slabs:
+            slab.begun(exchange.handle)
         self.ledger.note(exchange.handle, units, compressor)
         return exchange
+
+    def _seat(self, exchange: Exchange, feedback: Feedback, apart: bool) -> bool:
+        """Give each unit its turn; whether the exchange must go uncompressed.
+
+        Args:
+            apart: the turns work beside what is remembered, which others may still read.
+        """
+        dense = False
+        for i, unit in enumerate(exchange.units):
+            slab = None if isinstance(feedback, NoFeedback) else self.slabs.of(unit)
+            if slab is not None and feedback.dense_start:
+                slab.settled()  # whether this one goes uncompressed must not depend on speed
+                dense = dense or slab.fresh
+            first = slab is None or slab.fresh
+            desk = Desk(self._room, f"{i}", first, apart, self._size)
+            flat = unit.flat(self._room, f"{i}")
+            exchange.add(
+                slab, flat, feedback.turn({} if slab is None else slab.vectors, flat, desk)
+            )
+        return dense
 
     def _recall(self, units: Sequence[Unit]) -> list[dict[str, Tensor]]:
         for unit in units:

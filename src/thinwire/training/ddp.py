@@ -13,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.start import Timeout, compressor_of
 from thinwire.compressors import Compressor
-from thinwire.feedback import Feedback
+from thinwire.feedback import DGC, Feedback
+from thinwire.methods.named import recipe_of
 from thinwire.methods.reducer import Reducer, check_collective
+from thinwire.training.momentum import take_momentum
 from thinwire.training.names import parameter_names, unwrapped
 from thinwire.training.planner import Planner
 from thinwire.training.wire import Wire
@@ -51,6 +53,7 @@ def attach(
     min_numel: int = 1024,
     exclude: str | Sequence[str] = (),
     scaler: Any = None,
+    optimizer: Any = None,
     seed: int = 0,
     max_bytes: int | str | None = None,
     timeout: Timeout = None,
@@ -66,8 +69,9 @@ def attach(
     Args:
         model: a DistributedDataParallel module without a communication hook (torch.compile around
             it or inside it is fine).
-        compressor: a compressor, its spec ("topk:0.01"), or a function from a parameter's name to
-            one of these, or to None for what is to travel as it is.
+        compressor: a compressor, its spec ("topk:0.01"), a method's name ("dgc:0.001", see
+            `thinwire methods`), or a function from a parameter's name to a compressor or its spec,
+            or to None for what is to travel as it is.
         feedback: what is remembered of what was left out: "none", "ef14", "ef21", "ef21m:0.1" or an
             object; "auto" is EF14, or none where nothing is lost or the compressor is unbiased.
         granularity: "bucket" compresses all tensors of one of DDP's buckets as one, which is
@@ -76,6 +80,7 @@ def attach(
         exclude: patterns of parameter names, as in a shell ("embed*", "*.head.*").
         scaler: the GradScaler of this model, if there is one: residuals follow its scale and stay
             as they were in steps that it skips (at the cost of a second copy of the residuals).
+        optimizer: that trains the model; needed by "dgc", which takes its momentum over.
         seed: for compressors that draw random numbers; the same on all ranks.
         check_every: compare the replicas every so many steps; 0 for never.
         measure_every: steps between two measurements of the compression error; 0 for never.
@@ -106,6 +111,18 @@ def attach(
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise TypeError(f"{name}: DDP hooks cannot carry {parameter.dtype} parameters")
+    recipe = recipe_of(compressor) if isinstance(compressor, str) else None
+    undo = None
+    if recipe is not None:
+        if feedback != "auto":
+            raise ValueError(f"{recipe.name} has a feedback of its own, got {feedback!r}")
+        compressor, feedback = recipe.compressor, recipe.feedback
+        collective = recipe.collective if collective == "auto" else collective
+        if recipe.momentum:
+            if optimizer is None:
+                raise ValueError(f"{recipe.name} takes over the optimizer's momentum: optimizer=")
+            assert isinstance(feedback, DGC)
+            feedback, undo = take_momentum(optimizer, feedback)
     choices = _choices({n: p for p, n in named}, compressor, min_numel, patterns)
     used = {choice for choice in choices.values() if choice is not None}
     for choice in used:
@@ -131,6 +148,8 @@ def attach(
         scaler=scaler,
         check_every=check_every,
         measure_every=measure_every,
+        ramp=None if recipe is None else recipe.ramp,
+        undo=undo,
     )
     _plug_in(ddp, wire)
     _tell(parameters, {name: choices[name] for name in parameters})

@@ -2,7 +2,7 @@
 
 import torch
 
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, Joint
 from thinwire.feedback.base import Turn
 from thinwire.kernels import Key
 from thinwire.methods.unit import Unit
@@ -17,6 +17,8 @@ class Measurer:
         self._ledger = ledger
 
     def __call__(self, unit: Unit, turn: Turn, compressor: Compressor, key: Key) -> None:
+        if isinstance(compressor, Joint):
+            return  # only all ranks together know what it leaves
         left = None if turn.residual is None else turn.residual.clone()
         wanted = turn.tensor.to(torch.float32 if left is None else left.dtype)
         wanted = wanted.clone() if left is None else wanted + left

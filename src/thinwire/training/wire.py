@@ -20,6 +20,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.collectives.reduce import refuse
 from thinwire.collectives.start import Timeout
+from thinwire.compressors import Compressor
 from thinwire.feedback import EF14
 from thinwire.methods.reducer import DENSE, Reducer
 from thinwire.methods.unit import Unit
@@ -57,6 +58,8 @@ class Wire:
         scaler: Any = None,
         check_every: int = 0,
         measure_every: int = 0,
+        ramp: Callable[[int], Compressor] | None = None,
+        undo: Callable[[], None] | None = None,
     ) -> None:
         self.reducer = reducer
         self.step = 0
@@ -65,6 +68,7 @@ class Wire:
         self._census = census  # whether parameters may be unused on all ranks
         self._check_every, self._measure_every = check_every, measure_every
         self._measurer = Measurer(reducer.ledger)
+        self._ramp, self._undo = ramp, undo
         self._scale = 1.0  # of the loss, and with it of all that is remembered
         self._replay: list[Order] = []  # the plan of the step that a loaded state comes from
         self._replays = 0
@@ -87,6 +91,8 @@ class Wire:
         if self._socket is not None:
             self._socket.wire = None
             self._socket = None
+            if self._undo is not None:
+                self._undo()
 
     def stats(self) -> dict[str, Any]:
         """Bytes, seconds and errors so far, for each tensor and in total; see docs/ddp.md."""
@@ -186,13 +192,16 @@ class Wire:
         units = [Unit(names, [arrived[name] for name in names]) for names in order.units]
         # Not the first step, which may be special (EF21 sends it uncompressed).
         measured = self._measure_every and (self.step - 2) % self._measure_every == 0
+        compressor = order.compressor
+        if compressor is not None and self._ramp is not None:
+            compressor = self._ramp(self.step)
         exchange = self.reducer.start(
             units,
-            DENSE if order.compressor is None else order.compressor,
+            DENSE if compressor is None else compressor,
             later=self._scaler is not None,
             gate=self._pass.gate,
             census=self._census,
-            measure=self._measurer if measured and order.compressor is not None else None,
+            measure=self._measurer if measured and compressor is not None else None,
         )
         self._pass.exchanges.append(exchange)
         self._pass.follow(exchange.handle, order.names)

@@ -1,0 +1,98 @@
+from dataclasses import dataclass
+from math import sqrt
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.feedback.base import Desk, Memory, Remembering, Turn
+
+
+@dataclass(frozen=True)
+class DGC(Remembering):
+    """Momentum before compression: what is left out gathers momentum while it waits.
+
+    u = m u + g; v = v + u; what C chooses of v is sent, and both u and v start from zero there
+    (momentum factor masking: what was sent late must not go on with old momentum). With Nesterov
+    momentum u = m (u + g); v = v + u + g. It takes the place of the optimizer's own momentum, which
+    must be off: `attach(..., optimizer=)` sees to that. Where nothing is left out, u is kept, and
+    this is momentum SGD.
+
+    Made for what sends single elements as they are (Top-K) through "gather".
+
+    Args:
+        momentum: m, in [0, 1).
+        nesterov: whether momentum looks ahead.
+        clip: before all this, the gradient of each unit is scaled down to a norm of at most
+            clip / sqrt(ranks); 0 for not at all.
+        storage, reset: as for EF14.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.parse_feedback("dgc:0.9,nesterov=true")
+        DGC(storage='fp32', reset=0, momentum=0.9, nesterov=True, clip=0.0)
+
+    Reference: Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for
+    Distributed Training, 2018.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip: float = 0.0
+    name: ClassVar[str] = "dgc"
+    parts: ClassVar[tuple[str, ...]] = ("u", "residual")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, top in (("momentum", 1.0), ("clip", float("inf"))):
+            value = getattr(self, field)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value < top:
+                raise ValueError(f"DGC: {field} must be in [0, {top:g}), got {value!r}")
+        if not isinstance(self.nesterov, bool):
+            raise ValueError(f"DGC: nesterov must be true or false, got {self.nesterov!r}")
+
+    def turn(self, memory: Memory, x: Tensor, desk: Desk) -> Turn:
+        return _Turn(self, memory, x, desk)
+
+
+class _Turn(Turn):
+    """The collective gets u (with g for Nesterov) and v as the residual."""
+
+    def __init__(self, settings: DGC, memory: Memory, x: Tensor, desk: Desk) -> None:
+        kept = memory["residual"]
+        super().__init__(x, desk.take("tensor", kept), desk.take("residual", kept))
+        self._settings, self._memory, self._size = settings, memory, desk.size
+        self._u = desk.take("u", kept)
+        self._v = desk.take("v", kept)  # all that could have been sent
+
+    def before(self) -> None:
+        assert self.residual is not None
+        m, u = self._settings.momentum, self._memory["u"].read(self._u)
+        gradient = self._clipped(self.tensor.copy_(self.x))
+        if self._settings.nesterov:
+            u.add_(gradient).mul_(m)
+            gradient.add_(u)
+        else:
+            u.mul_(m).add_(gradient)
+            gradient.copy_(u)
+        self._memory["residual"].read(self.residual)
+        torch.add(self.residual, self.tensor, out=self._v)
+
+    def _clipped(self, gradient: Tensor) -> Tensor:
+        if self._settings.clip:
+            most = self._settings.clip / sqrt(self._size)
+            norm = float(torch.linalg.vector_norm(gradient))
+            if norm > most:
+                gradient.mul_(most / norm)
+        return gradient
+
+    def after(self) -> None:
+        self.x.copy_(self.tensor)
+
+    def commit(self) -> None:
+        assert self.residual is not None
+        if self.residual.any():
+            self._u.masked_fill_(self.residual != self._v, 0.0)
+        self._memory["u"].write(self._u)
+        self._memory["residual"].write(self.residual)

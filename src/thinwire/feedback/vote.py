@@ -1,0 +1,74 @@
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.feedback.base import Desk, Memory, Remembering, Turn
+
+
+@dataclass(frozen=True)
+class Vote(Remembering):
+    """Every rank gives the sign of each element, and the majority wins: signSGD and Signum.
+
+    m = momentum * m + (1 - momentum) * g; what travels is sign(m); the step is taken with the sign
+    of the sum of all ranks' signs, ties (and zeros) counting as +1. Without momentum that is
+    signSGD, with it Signum. The size of gradients is lost: choose a learning rate for steps of
+    +-1, some hundred times smaller than that of SGD. What is left out is not remembered.
+
+    Args:
+        momentum: in [0, 1); 0 remembers nothing.
+        storage, reset: as for EF14.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.parse_feedback("vote:0.9")
+        Vote(storage='fp32', reset=0, momentum=0.9)
+
+    Reference: Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, 2018;
+    Bernstein et al., signSGD with Majority Vote is Communication Efficient And Fault Tolerant,
+    2019.
+    """
+
+    momentum: float = 0.0
+    name: ClassVar[str] = "vote"
+    parts: ClassVar[tuple[str, ...]] = ("m",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
+        if not number or not 0 <= self.momentum < 1:
+            raise ValueError(f"Vote: momentum must be in [0, 1), got {self.momentum!r}")
+
+    def turn(self, memory: Memory, x: Tensor, desk: Desk) -> Turn:
+        return _Turn(self.momentum, memory, x, desk)
+
+
+class _Turn(Turn):
+    def __init__(self, momentum: float, memory: Memory, x: Tensor, desk: Desk) -> None:
+        kept = memory["m"]
+        super().__init__(x, desk.take("signs", kept), None)
+        self._momentum, self._kept = momentum, kept
+        self._m = desk.take("m", kept)
+
+    def before(self) -> None:
+        if self._momentum:
+            self._kept.read(self._m).mul_(self._momentum)
+            self._m.add_(self.x, alpha=1 - self._momentum)
+        else:
+            self._m.copy_(self.x)
+        # A NaN keeps being one: all ranks must hear of it.
+        signs(self._m, self.tensor).add_(self._m - self._m)
+
+    def after(self) -> None:
+        self.x.copy_(signs(self.tensor, self.tensor))
+
+    def commit(self) -> None:
+        if self._momentum:
+            self._kept.write(self._m)
+
+
+def signs(values: Tensor, out: Tensor) -> Tensor:
+    """+1 for what is not negative, -1 for the rest."""
+    torch.ge(values, 0, out=out)
+    return out.mul_(2).sub_(1)
