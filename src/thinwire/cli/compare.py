@@ -36,6 +36,7 @@ methods:
   ddp                     plain DistributedDataParallel, fp32
   torch:fp16, torch:bf16, torch:powersgd[:RANK]
                           PyTorch's own hooks; with ddp they are always in the picture
+  dgc:0.001, signsgd ...  thinwire's named methods (see thinwire methods)
   COMPRESSOR[+FEEDBACK]   thinwire, such as topk:0.01+ef14 or "topk:0.01|quantize:4"
                           (see thinwire compressors)
   script                  your script just as it is

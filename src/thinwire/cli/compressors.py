@@ -29,10 +29,11 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from thinwire.compressors.registry import BY_NAME, compressors
+    from thinwire.compressors.registry import BY_NAME, JOINT, compressors
     from thinwire.compressors.spec import usage
 
-    found = [(name, usage(BY_NAME[name]), line) for name, line in compressors().items()]
+    kinds = {**BY_NAME, **JOINT}
+    found = [(name, usage(kinds[name]), line) for name, line in compressors().items()]
     if arguments.json:
         keys = ("name", "usage", "description")
         print(json.dumps([dict(zip(keys, row, strict=True)) for row in found], indent=2))
@@ -49,12 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     table.add_column("spec, with defaults", no_wrap=True)
     table.add_column("what it sends")
     for name, spec, line in found:
-        table.add_row(Text(name, "bold"), Text(_in_lines(spec)), Text(line))
+        table.add_row(Text(name, "bold"), Text(in_lines(spec)), Text(line))
     console().print(table)
     return 0
 
 
-def _in_lines(spec: str, width: int = 44) -> str:
+def in_lines(spec: str, width: int = 44) -> str:
     """The spec broken after commas."""
     lines = [""]
     for piece in re.findall(r"[^,]+,?", spec):

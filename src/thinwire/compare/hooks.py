@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.compare.method import Method
-from thinwire.compressors import parse
+from thinwire.compressors import Joint, parse
 from thinwire.kernels import Key
 from thinwire.training.ddp import attach
 from thinwire.training.wire import Wire
@@ -23,6 +23,8 @@ _HOOKS = {
 
 def equip(model: DistributedDataParallel, method: Method, **options: Any) -> Wire | None:
     """Let a model exchange its gradients by a method; the wire if it is one of ours."""
+    if method.named:
+        return attach(model, method.name, **options)
     if method.kind == "thinwire":
         return attach(model, method.compressor, feedback=method.feedback, **options)
     if method.name in _HOOKS:
@@ -44,12 +46,12 @@ def ddp_options(method: Method) -> dict[str, Any]:
 
 def warm_up(method: Method) -> None:
     """Have the kernels of a method compiled, or loaded, before anything is timed."""
-    if method.kind != "thinwire":
+    if method.kind != "thinwire" or isinstance(compressor := parse(method.compressor), Joint):
         return
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     for residual in (None, torch.zeros(5000)):
         try:
-            payload = parse(method.compressor).encode(x, residual=residual, key=Key(0))
+            payload = compressor.encode(x, residual=residual, key=Key(0))
         except ValueError:
             continue  # some take no residual
         payload.add_to(x.clone(), 1.0)

@@ -31,7 +31,8 @@ class Method:
         title: as people read it.
         kind: "torch", "thinwire" or "script".
         compressor, feedback: of thinwire's own.
-        rank: of PowerSGD.
+        rank: of PyTorch's PowerSGD.
+        named: whether it goes to `attach` by its name.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Method:
     compressor: str = ""
     feedback: str = ""
     rank: int = 0
+    named: bool = False
 
 
 def split(text: str) -> list[str]:
@@ -71,6 +73,15 @@ def read(text: str) -> Method:
         return Method(name, _TITLES[name], "script" if name == "script" else "torch")
     if name.startswith("torch:"):
         return _powersgd(name)
+    from thinwire.methods.named import recipe_of
+
+    try:
+        recipe = recipe_of(name)
+    except ValueError as error:
+        raise SettingError(f"{text!r}: {error}") from None
+    if recipe is not None:
+        made, remembered = str(recipe.compressor), str(recipe.feedback)
+        return Method(recipe.name, recipe.name, "thinwire", made, remembered, named=True)
     compressor, *feedback = _PLUS.split(name)
     if len(feedback) > 1:
         raise SettingError(f"{text!r}: a method is COMPRESSOR or COMPRESSOR+FEEDBACK")

@@ -111,7 +111,11 @@ class _Visit:
             before = self._wires.pop(id(ddp), None)
             if before is not None:
                 before.detach()
-            compressor, options["feedback"] = self._method.compressor, self._method.feedback
+            if self._method.named:
+                compressor = self._method.name
+                options.pop("feedback", None)
+            else:
+                compressor, options["feedback"] = self._method.compressor, self._method.feedback
         wire = self._attach(model, compressor, **options)
         if self._method.kind != "torch":
             self._wires[id(ddp)] = wire

@@ -58,9 +58,9 @@ class Training:
         warm_up(self._method)
         model = DistributedDataParallel(task.model(seed), **ddp_options(self._method))
         every = max(1, steps // _MEASUREMENTS)
-        options = {"measure_every": every, "seed": seed} if self._ours else {}
-        wire = equip(model, self._method, **options)
         optimizer = task.optimizer(model)
+        options: dict[str, Any] = {"measure_every": every, "seed": seed, "optimizer": optimizer}
+        wire = equip(model, self._method, **(options if self._ours else {}))
         schedule = task.schedule(optimizer, steps)
         quiet = self._rank > 0 or evaluations == 0
         meter = Meter(self._world, self._job["loopback"], speaks=not quiet)

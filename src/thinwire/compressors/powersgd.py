@@ -101,5 +101,5 @@ def orthonormal(matrix: Tensor) -> Tensor:
     depend on each other (where Gram-Schmidt divides by nothing), in float64: all ranks get the same
     bits as long as they run the same library.
     """
-    q, _ = torch.linalg.qr(matrix.double())
+    q: Tensor = torch.linalg.qr(matrix.double())[0]
     return q.to(matrix.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.collectives.handle import Handle
 from thinwire.errors import MismatchError, PeerError
-from thinwire.methods.reducer import Exchange
+from thinwire.methods.exchange import Exchange
 
 Future = torch.futures.Future[Tensor]
 
