@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinwire import optim
     from thinwire.collectives import (
         Account,
         Handle,
@@ -135,6 +136,7 @@ __all__ = [
     "feedbacks",
     "irecv",
     "isend",
+    "optim",
     "pack",
     "parse",
     "parse_feedback",
@@ -168,6 +170,8 @@ class _Face(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+        if name == "optim":  # a room that keeps its names to itself
+            return importlib.import_module("thinwire.optim")
         for room in _ROOMS:
             module = importlib.import_module(f"thinwire.{room}")
             found = {key: getattr(module, key) for key in __all__ if hasattr(module, key)}

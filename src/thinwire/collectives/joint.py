@@ -42,10 +42,17 @@ def joint(talk: Talk, work: Work) -> None:
     means = _averages(talk, wanted, size)
     plain = means[len(seen) :]
     for _ in range(compressor.num_sums - 1):
+        if not _all_finite(means):
+            break
         with talk.preparing():
             wanted = search.send(means[: len(seen)])
         talk.meet()
         means = _averages(talk, wanted, size)
+    if not _all_finite(means):  # too large to be multiplied; all ranks see the same
+        talk.account.finite = False
+        for part in work.parts:
+            part.x.fill_(torch.nan)
+        return
     with talk.clock("decode"):
         try:
             search.send(means[: len(seen)])
@@ -73,6 +80,10 @@ def _finite(part: Part) -> bool:
         return True
     wide = part.x if part.x.dtype == part.real else part.x.to(part.real)
     return bool(kernels.on(part.x.device).all_finite(wide, part.r))
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def _averages(talk: Talk, tensors: Sequence[Tensor], size: int) -> list[Tensor]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from thinwire.compare.settings import SettingError
 
 _PLUS = re.compile(r"\+(?=\s*[a-z])", re.IGNORECASE)  # not that of 1e+3
-_ARGUMENT = re.compile(r"[-+\d.].*|true|false|none|[^:|+(]*=.*", re.IGNORECASE)
+_NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
+_ARGUMENT = re.compile(rf"{_NUMBER}(\+.*)?|true|false|none|[^:|+(]*=.*", re.IGNORECASE)
 _TITLES = {
     "ddp": "plain DDP, fp32",
     "torch:fp16": "torch's fp16 hook",

@@ -70,7 +70,12 @@ class ARCTopK(Joint):
             return None
         length = self._row_of(shape)
         rows = ceil(count / length)
+        if not self.exact and self._values(rows, length) >= count:
+            return None  # rows hardly longer than their sketches
         return (rows, length) if rows > 1 else None
+
+    def _values(self, rows: int, length: int) -> int:
+        return rows * (length if self.exact else self.width) + kept(rows, self.ratio) * length
 
     def _row_of(self, shape: torch.Size) -> int:
         if self.row is not None:
@@ -107,8 +112,7 @@ class ARCTopK(Joint):
         seen = self.matrix(shape)
         if seen is None:
             return prod(shape)
-        rows, length = seen
-        return rows * (length if self.exact else self.width) + kept(rows, self.ratio) * length
+        return self._values(*seen)
 
 
 def strongest(rows: Tensor, count: int) -> Tensor:

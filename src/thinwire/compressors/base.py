@@ -64,6 +64,7 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = False  # every element type, every bit
+    joint: ClassVar[bool] = False  # has no payload: all ranks find it together, see `joint`
 
     @property
     def summable(self) -> bool:

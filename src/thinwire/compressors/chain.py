@@ -56,6 +56,9 @@ class Chain(Compressor):
         stages: list[Compressor] = []
         for part in parts:
             stages += part.stages if isinstance(part, Chain) else [part]
+        for stage in stages:
+            if stage.joint:
+                raise TypeError(f"{stage} is found by all ranks together, so it cannot be chained")
         return cls(tuple(stages))
 
     def __repr__(self) -> str:

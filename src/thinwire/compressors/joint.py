@@ -39,6 +39,7 @@ class Joint(Compressor):
     it travels.
     """
 
+    joint: ClassVar[bool] = True
     feedback: ClassVar[str] = "ef14"  # what the paper uses it with
 
     @property
@@ -62,6 +63,10 @@ class Joint(Compressor):
     def find(self, seen: Sequence[Seen]) -> Search:
         """Yield what is to be averaged over ranks, get the means, return the ranks' mean as it is
         approximated, one matrix for each."""
+
+    def recalls(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+        """Shapes of what is found again in the next call."""
+        return {}
 
     @abstractmethod
     def sent(self, shape: torch.Size) -> int:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from thinwire.compressors.joint import Joint, Search, Seen, normal
 
+TINY = 1e-300  # what is smaller is nothing
+
 
 @dataclass(frozen=True)
 class PowerSGD(Joint):
@@ -67,13 +69,15 @@ class PowerSGD(Joint):
     def find(self, seen: Sequence[Seen]) -> Search:
         right = [self._start(each) for each in seen]
         left: list[Tensor] = []
-        for _ in range(self.iterations):
+        for i in range(self.iterations):
+            if i:
+                right = [orthonormal(q) for q in right]  # only the span matters
             sums = yield [s.matrix @ q for s, q in zip(seen, right, strict=True)]
             left = [orthonormal(p) for p in sums]
             right = yield [s.matrix.T @ p for s, p in zip(seen, left, strict=True)]
         results = []
         for each, p, q in zip(seen, left, right, strict=True):
-            each.recall["q"] = q
+            each.recall["q"] = orthonormal(q)
             results.append(p @ q.T)
             each.matrix.sub_(results[-1])
         return results
@@ -86,6 +90,10 @@ class PowerSGD(Joint):
         if kept is not None and kept.shape == shape and bool(kept.any()):
             return kept.to(seen.matrix)
         return normal(*shape, seen.key, seen.matrix.dtype).to(seen.matrix.device)
+
+    def recalls(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
+        seen = self.matrix(shape)
+        return {} if seen is None else {"q": (seen[1], self.rank_of(*seen))}
 
     def sent(self, shape: torch.Size) -> int:
         seen = self.matrix(shape)
@@ -101,5 +109,6 @@ def orthonormal(matrix: Tensor) -> Tensor:
     depend on each other (where Gram-Schmidt divides by nothing), in float64: all ranks get the same
     bits as long as they run the same library.
     """
-    q: Tensor = torch.linalg.qr(matrix.double())[0]
+    wide = matrix.double()
+    q: Tensor = torch.linalg.qr(wide / wide.abs().amax().clamp_min(TINY))[0]
     return q.to(matrix.dtype)

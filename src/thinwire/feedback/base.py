@@ -62,10 +62,24 @@ class Turn(ABC):
 
     def __init__(self, x: Tensor, tensor: Tensor, residual: Tensor | None) -> None:
         self.x, self.tensor, self.residual = x, tensor, residual
+        self.resting: list[tuple[int, int, Tensor]] = []  # stretches, and what waits there
 
     @abstractmethod
     def before(self) -> None:
         """Fill `tensor` and `residual`."""
+
+    def rest(self, lo: int, hi: int) -> None:
+        """Called after `before`: nothing of this stretch is to be sent, what waits goes on
+        waiting."""
+        if self.residual is not None:
+            self.resting.append((lo, hi, self.residual[lo:hi].clone()))
+            self.residual[lo:hi].zero_()
+
+    def wake(self) -> None:
+        """Called before `commit`."""
+        for lo, hi, values in self.resting:
+            assert self.residual is not None
+            self.residual[lo:hi].copy_(values)
 
     @abstractmethod
     def after(self) -> None:

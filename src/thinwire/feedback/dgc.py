@@ -87,11 +87,18 @@ class _Turn(Turn):
                 gradient.mul_(most / norm)
         return gradient
 
+    def rest(self, lo: int, hi: int) -> None:
+        super().rest(lo, hi)
+        self.tensor[lo:hi].zero_()
+
     def after(self) -> None:
         self.x.copy_(self.tensor)
 
     def commit(self) -> None:
         assert self.residual is not None
+        for lo, hi, waiting in self.resting:
+            self._u[lo:hi].copy_(self._memory["u"].read()[lo:hi])
+            self._v[lo:hi].copy_(waiting)
         if self.residual.any():
             self._u.masked_fill_(self.residual != self._v, 0.0)
         self._memory["u"].write(self._u)

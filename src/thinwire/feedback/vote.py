@@ -48,7 +48,7 @@ class _Turn(Turn):
     def __init__(self, momentum: float, memory: Memory, x: Tensor, desk: Desk) -> None:
         kept = memory["m"]
         super().__init__(x, desk.take("signs", kept), None)
-        self._momentum, self._kept = momentum, kept
+        self._momentum, self._kept, self._size = momentum, kept, desk.size
         self._m = desk.take("m", kept)
 
     def before(self) -> None:
@@ -57,14 +57,17 @@ class _Turn(Turn):
             self._m.add_(self.x, alpha=1 - self._momentum)
         else:
             self._m.copy_(self.x)
-        # A NaN keeps being one: all ranks must hear of it.
-        signs(self._m, self.tensor).add_(self._m - self._m)
+        # Of the group's size, so that an average is the whole number by which a side has won. A NaN
+        # keeps being one: all ranks must hear of it.
+        signs(self._m, self.tensor).mul_(self._size).add_(self._m - self._m)
 
     def after(self) -> None:
-        self.x.copy_(signs(self.tensor, self.tensor))
+        broken = self.tensor - self.tensor  # zero, or NaN
+        self.x.copy_(signs(self.tensor, self.tensor).add_(broken))
 
     def commit(self) -> None:
-        if self._momentum:
+        # What travels as it is was not looked at on the way.
+        if self._momentum and bool(torch.isfinite(self._m).all()):
             self._kept.write(self._m)
 
 

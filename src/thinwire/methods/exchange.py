@@ -18,21 +18,30 @@ class Exchange:
         units: what is averaged.
         feedback: what is remembered of them.
         later: `commit` will be called by somebody else, or not.
+        store: what a joint compressor finds again, by the name of a tensor.
 
     Attributes:
         handle: to wait for.
         idle: tensors that are zero on all ranks.
+        recall: what the compressor finds again of each unit, filled by `prepare`.
     """
 
-    def __init__(self, units: Sequence[Unit], feedback: Feedback, later: bool) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        feedback: Feedback,
+        later: bool,
+        store: dict[str, dict[str, Tensor]] | None = None,
+    ) -> None:
         self.units = units
+        self.recall: list[dict[str, Tensor]] | None = None if store is None else [{} for _ in units]
+        self._store = store
         self.handle: Handle
         self.idle: set[str] = set()
         self._feedback, self._later = feedback, later
         self._turns: list[tuple[Slab | None, Turn]] = []
         self._flats: list[Tensor] = []
         self._ready = False  # whether there is something to commit
-        self._aside: list[tuple[Tensor, Tensor]] = []  # places in residuals, and their content
 
     def add(self, slab: Slab | None, flat: Tensor, turn: Turn) -> None:
         """The next unit: where it is worked on, and what is done with it."""
@@ -49,21 +58,17 @@ class Exchange:
 
     def prepare(self, measure: Callable[[Unit, Turn], None] | None) -> None:
         """Fill what the collective gets."""
+        for unit, kept in zip(self.units, self.recall or (), strict=False):
+            assert self._store is not None
+            kept.update(self._store.get(unit.names[0], {}))
         for unit, flat, turn in zip(self.units, self._flats, self.turns, strict=True):
             unit.fill(flat)
             turn.before()
-            self._set_aside(unit, turn)
+            for name, (lo, hi) in unit.spans():
+                if name in self.idle:
+                    turn.rest(lo, hi)
             if measure is not None:
                 measure(unit, turn)
-
-    def _set_aside(self, unit: Unit, turn: Turn) -> None:
-        """Take what is remembered of idle tensors out of this exchange."""
-        if self.idle and turn.residual is not None:
-            parts = torch.split(turn.residual, unit.sizes)
-            for name, part in zip(unit.names, parts, strict=True):
-                if name in self.idle:
-                    self._aside.append((part, part.clone()))
-                    part.zero_()
 
     def finish(self, account: Account) -> None:
         """Write the results to the tensors."""
@@ -80,13 +85,13 @@ class Exchange:
     def alone(self) -> None:
         """In a group of one, all that could be sent is the result."""
         self.prepare(None)
-        for turn in self.turns:
+        account = self.handle.account
+        account.finite = all(bool(torch.isfinite(turn.tensor).all()) for turn in self.turns)
+        for turn in self.turns if account.finite else ():
             if turn.residual is not None:
                 turn.tensor.add_(turn.residual)
                 turn.residual.zero_()
-            if not bool(torch.isfinite(turn.tensor).all()):
-                self.handle.account.finite = False
-        self.finish(self.handle.account)
+        self.finish(account)
 
     def commit(self) -> None:
         """Remember what it left out. The reducer does this itself unless told that it comes later;
@@ -94,9 +99,11 @@ class Exchange:
         if not self._ready:
             return
         self._ready = False
-        for place, values in self._aside:
-            place.copy_(values)
+        for unit, kept in zip(self.units, self.recall or (), strict=False):
+            assert self._store is not None
+            self._store[unit.names[0]] = kept
         for slab, turn in self._turns:
+            turn.wake()
             turn.commit()
             if slab is not None:
                 slab.committed(self._feedback)

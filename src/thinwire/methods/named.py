@@ -46,6 +46,7 @@ class Recipe:
         collective: that the paper uses, or "auto".
         ramp: the compressor of a step, counted from 1, where it changes.
         momentum: whether it takes the place of the optimizer's momentum.
+        clips: whether it looks at the size of gradients.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Recipe:
     collective: str = "auto"
     ramp: Callable[[int], Compressor] | None = None
     momentum: bool = False
+    clips: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,13 @@ class Dgc:
 
         feedback = DGC(momentum=self.momentum, nesterov=self.nesterov, clip=self.clip)
         return Recipe(
-            spec_of(self), final, feedback, "gather", ramp if self.warmup else None, momentum=True
+            spec_of(self),
+            final,
+            feedback,
+            "gather",
+            ramp if self.warmup else None,
+            momentum=True,
+            clips=self.clip > 0,
         )
 
 

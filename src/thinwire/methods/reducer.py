@@ -88,6 +88,7 @@ class Reducer:
         self.recalled: dict[str, dict[str, Tensor]] = {}
         self.turns: dict[str, int] = {}  # exchanges begun, by the name of their first tensor
         self._room = Room()
+        self._last: Handle | None = None  # the last exchange with a joint compressor
 
     def __repr__(self) -> str:
         feedback = feedback_for(self.compressor, "auto" if self._auto else self.feedback)
@@ -157,13 +158,13 @@ class Reducer:
         if not (compressor.lossless and isinstance(feedback, NoFeedback)):
             for unit in units:
                 check_types(unit, compressor)
-        exchange = Exchange(units, feedback, later)
+        exchange = Exchange(units, feedback, later, self._recalled_by(units, compressor))
         if self._seat(exchange, feedback, later or census):
             compressor = DENSE
         names = [name for unit in units for name in unit.names]
         turn_number = self.turns.get(names[0], 0)
         key = Key(self.seed, turn_number, zlib.crc32("\n".join(names).encode()))
-        asked = census and isinstance(feedback, EF14)
+        asked = census and "residual" in feedback.parts
 
         def ask(talk: Talk) -> None:
             if gate is not None:
@@ -190,11 +191,13 @@ class Reducer:
             before=lambda: exchange.prepare(measured),
             after=exchange.finish,
             shapes=[unit.shape for unit in units],
-            recall=self._recall(units) if isinstance(compressor, Joint) else None,
+            recall=exchange.recall,
             **self._options,
         )
         if exchange.handle.collective == "none":  # a group of one rank
             exchange.alone()
+        if isinstance(compressor, Joint):
+            self._last = exchange.handle
         self.turns[names[0]] = (turn_number + 1) % (1 << 32)
         for slab in exchange.slabs:
             slab.begun(exchange.handle)
@@ -221,11 +224,16 @@ class Reducer:
             )
         return dense
 
-    def _recall(self, units: Sequence[Unit]) -> list[dict[str, Tensor]]:
+    def _recalled_by(
+        self, units: Sequence[Unit], compressor: Compressor
+    ) -> dict[str, dict[str, Tensor]] | None:
+        """Where a joint compressor finds again what it wants to."""
+        if not isinstance(compressor, Joint):
+            return None
         for unit in units:
             if len(unit.names) > 1:
-                raise ValueError(f"{self.compressor} sees each tensor by itself, not {unit.names}")
-        return [self.recalled.setdefault(unit.names[0], {}) for unit in units]
+                raise ValueError(f"{compressor} sees each tensor by itself, not {unit.names}")
+        return self.recalled
 
     def _feedback_of(self, units: Sequence[Unit], compressor: Compressor) -> Feedback:
         """What is remembered anyway, unless nothing is lost and nothing waits to be sent."""
@@ -246,6 +254,13 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers; tensors and plain values only."""
+        tensors = {
+            name: {"steps": steps, **state}
+            for name in self.slabs.names()
+            for state, steps in [self.slabs.state(name)]
+        }
+        if self._last is not None:
+            self._last.ended()
         return {
             "seed": self.seed,
             "feedback": str(self.feedback),
@@ -254,11 +269,7 @@ class Reducer:
                 name: {part: values.clone() for part, values in kept.items()}
                 for name, kept in self.recalled.items()
             },
-            "tensors": {
-                name: {"steps": steps, **state}
-                for name in self.slabs.names()
-                for state, steps in [self.slabs.state(name)]
-            },
+            "tensors": tensors,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -327,10 +338,10 @@ def check_types(unit: Unit, compressor: Compressor) -> None:
 
 
 def _about(units: Sequence[Unit]) -> tuple[tuple[str, str], ...]:
-    """Which tensors: ranks must agree in names, types and grouping."""
+    """Which tensors: ranks must agree in names, types, shapes and grouping."""
     words = [
         "+".join(
-            f"{n} {str(p.dtype).removeprefix('torch.')}"
+            f"{n} {str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
             for n, p in zip(unit.names, unit.pieces, strict=True)
         )
         for unit in units

@@ -39,6 +39,11 @@ class Unit:
     def sizes(self) -> list[int]:
         return [piece.numel() for piece in self.pieces]
 
+    def spans(self) -> list[tuple[str, tuple[int, int]]]:
+        """Where each tensor lies in the flat one."""
+        ends = list(accumulate(self.sizes))
+        return list(zip(self.names, pairwise([0, *ends]), strict=True))
+
     @property
     def shape(self) -> torch.Size:
         """Of the one tensor, or that of all together, flat."""

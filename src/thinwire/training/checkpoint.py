@@ -8,6 +8,7 @@ from the model: what is not a tensor would be pickled.
     run               [4]                 step, seed in two halves, scale as bits
     tensors           [tensors, 6]        steps, turn, order, unit, place, dense; -1 for none
     state.PART.NAME   [ranks, numel]      what is remembered
+    recalled.PART.NAME                    what a joint compressor finds again, the same on all ranks
 """
 
 import struct
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+from thinwire.compressors import Joint
 
 if TYPE_CHECKING:
     from thinwire.training.wire import Wire
@@ -52,7 +55,23 @@ class Checkpoint:
                 if row is None:
                     row = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
                 state[f"state.{part}.{name}"] = self._sharded(row[None], saved)
+        for name, part, shape, like in self._recalled():
+            found = reducer["recalled"].get(name, {}).get(part)
+            key = f"recalled.{part}.{name}"
+            state[key] = like.new_zeros(shape) if found is None else found.to(like)
         return state
+
+    def _recalled(self) -> list[tuple[str, str, tuple[int, ...], Tensor]]:
+        """What joint compressors find again: name, part, shape, and a tensor of its type."""
+        rows = []
+        for name, parameter in self._wire._parameters.items():
+            compressor = self._wire._planner.compressor_of(name)
+            if isinstance(compressor, Joint):
+                wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+                like = torch.empty(0, dtype=wide, device=parameter.device)
+                for part, shape in compressor.recalls(parameter.shape).items():
+                    rows.append((name, part, shape, like))
+        return rows
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what was loaded."""
@@ -70,6 +89,9 @@ class Checkpoint:
             for part in wire.reducer.feedback.parts:
                 local = state[f"state.{part}.{name}"].to_local()
                 tensors[name][part] = local[0].clone() if same else self._mean(local, saved)
+        recalled: dict[str, dict[str, Tensor]] = {}
+        for name, part, _, _ in self._recalled():
+            recalled.setdefault(name, {})[part] = state[f"recalled.{part}.{name}"].clone()
         layout, dense = _layout(names, table)
         wire.load_state_dict(
             {
@@ -82,6 +104,7 @@ class Checkpoint:
                     "seed": high * HALF + low,
                     "feedback": str(wire.reducer.feedback),
                     "turns": {n: row[1] for n, row in zip(names, table, strict=True) if row[1]},
+                    "recalled": recalled,
                     "tensors": tensors,
                 },
             }

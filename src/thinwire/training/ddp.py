@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.start import Timeout, compressor_of
 from thinwire.compressors import Compressor
-from thinwire.feedback import DGC, Feedback
+from thinwire.feedback import DGC, Feedback, Vote
 from thinwire.methods.named import recipe_of
 from thinwire.methods.reducer import Reducer, check_collective
-from thinwire.training.momentum import take_momentum
+from thinwire.training.momentum import take_momentum, with_momentum
 from thinwire.training.names import parameter_names, unwrapped
 from thinwire.training.planner import Planner
 from thinwire.training.wire import Wire
@@ -112,7 +112,6 @@ def attach(
         if not parameter.is_floating_point():
             raise TypeError(f"{name}: DDP hooks cannot carry {parameter.dtype} parameters")
     recipe = recipe_of(compressor) if isinstance(compressor, str) else None
-    undo = None
     if recipe is not None:
         if feedback != "auto":
             raise ValueError(f"{recipe.name} has a feedback of its own, got {feedback!r}")
@@ -122,7 +121,11 @@ def attach(
             if optimizer is None:
                 raise ValueError(f"{recipe.name} takes over the optimizer's momentum: optimizer=")
             assert isinstance(feedback, DGC)
-            feedback, undo = take_momentum(optimizer, feedback)
+            feedback = with_momentum(feedback, optimizer)
+        if scaler is not None and (isinstance(feedback, Vote) or recipe.clips):
+            raise ValueError(
+                f"{recipe.name} depends on the size of gradients, so it takes no scaler="
+            )
     choices = _choices({n: p for p, n in named}, compressor, min_numel, patterns)
     used = {choice for choice in choices.values() if choice is not None}
     for choice in used:
@@ -149,9 +152,11 @@ def attach(
         check_every=check_every,
         measure_every=measure_every,
         ramp=None if recipe is None else recipe.ramp,
-        undo=undo,
     )
     _plug_in(ddp, wire)
+    if recipe is not None and recipe.momentum:
+        assert isinstance(feedback, DGC)
+        wire.on_detach = take_momentum(optimizer, feedback)
     _tell(parameters, {name: choices[name] for name in parameters})
     return wire
 

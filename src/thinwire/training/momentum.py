@@ -1,5 +1,6 @@
 """Taking an optimizer's momentum over: it then acts before compression, see `thinwire.DGC`."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,40 +10,66 @@ from torch.optim import Optimizer
 from thinwire.feedback import DGC
 
 TAKEN = "thinwire_taken"  # in a parameter group: what was taken, to be given back
+_OURS = "_thinwire_momentum"  # on an optimizer whose momentum is taken
+_SETTINGS = ("momentum", "nesterov", "weight_decay")
 
 
-def take_momentum(optimizer: Any, feedback: DGC) -> tuple[DGC, Any]:
-    """Switch an optimizer's momentum off; the feedback that has it now, and how to undo that.
-
-    Weight decay stays outside compression: its momentum is added to the gradient just before the
-    optimizer's step, so that without compression nothing changes.
-    """
+def with_momentum(feedback: DGC, optimizer: Any) -> DGC:
+    """The feedback with the momentum that an optimizer has."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
-    groups = optimizer.param_groups
-    kinds = {_momentum_of(group) for group in groups}
+    if getattr(optimizer, _OURS, False):
+        raise ValueError("the momentum of this optimizer is taken over already: detach() first")
+    kinds = {_momentum_of(group) for group in optimizer.param_groups}
     if None in kinds or len(kinds) > 1:
         raise ValueError(
             f"dgc needs an optimizer with one momentum for all parameters, such as SGD, without "
             f"dampening and maximize; got {type(optimizer).__name__}"
         )
     momentum, nesterov = next(kind for kind in kinds if kind is not None)
-    for group in groups:
-        if TAKEN not in group:
-            group[TAKEN] = {key: group[key] for key in ("momentum", "nesterov", "weight_decay")}
-        group["momentum"], group["nesterov"], group["weight_decay"] = 0.0, False, 0.0
-    handle = optimizer.register_step_pre_hook(_add_decay)
+    return replace(feedback, momentum=momentum, nesterov=nesterov)
+
+
+def take_momentum(optimizer: Optimizer, feedback: DGC) -> Callable[[], None]:
+    """Switch an optimizer's momentum off, and see that it stays off; returns what undoes that.
+
+    Weight decay stays outside compression: its momentum is added to the gradient just before the
+    optimizer's step, so that without compression nothing changes.
+    """
+
+    def step(*_: Any) -> None:
+        # Groups may have been added or loaded since.
+        _switch_off(optimizer, feedback)
+        _add_decay(optimizer)
+
+    _switch_off(optimizer, feedback)
+    handle = optimizer.register_step_pre_hook(step)
+    setattr(optimizer, _OURS, True)
 
     def undo() -> None:
         handle.remove()
-        for group in groups:
+        delattr(optimizer, _OURS)
+        for group in optimizer.param_groups:
             group.update(group.pop(TAKEN, {}))
 
-    return replace(feedback, momentum=momentum, nesterov=nesterov), undo
+    return undo
+
+
+def _switch_off(optimizer: Optimizer, feedback: DGC) -> None:
+    for group in optimizer.param_groups:
+        found = _momentum_of(group)
+        if found != (feedback.momentum, feedback.nesterov):
+            raise ValueError(
+                f"dgc took over a momentum of {feedback.momentum}, but a parameter group has "
+                f"{group.get('momentum')}: attach anew to change it"
+            )
+        if TAKEN not in group or group["momentum"]:
+            group[TAKEN] = {key: group[key] for key in _SETTINGS}
+        group["momentum"], group["nesterov"], group["weight_decay"] = 0.0, False, 0.0
 
 
 def _momentum_of(group: dict[str, Any]) -> tuple[float, bool] | None:
-    settings = {**group, **group.get(TAKEN, {})}
+    settings = group if group.get("momentum") else {**group, **group.get(TAKEN, {})}
     wrong = settings.get("dampening", 0) or settings.get("maximize", False)
     if "momentum" not in settings or "nesterov" not in settings or wrong:
         return None
@@ -50,18 +77,17 @@ def _momentum_of(group: dict[str, Any]) -> tuple[float, bool] | None:
 
 
 @torch.no_grad()
-def _add_decay(optimizer: Optimizer, args: Any, options: Any) -> None:
+def _add_decay(optimizer: Optimizer) -> None:
     """w = m w + decay p, added to the gradient (with Nesterov momentum decay p + m w)."""
     for group in optimizer.param_groups:
-        taken = group.get(TAKEN, {})
-        decay, m = taken.get("weight_decay", 0.0), taken.get("momentum", 0.0)
+        taken = group[TAKEN]
+        decay, m = taken["weight_decay"], taken["momentum"]
         if not decay:
             continue
         for p in group["params"]:
             if p.grad is None:
                 continue
-            state = optimizer.state[p]
-            w = state.setdefault("thinwire_decay", torch.zeros_like(p))
+            w = optimizer.state[p].setdefault("thinwire_decay", torch.zeros_like(p))
             w.mul_(m).add_(p, alpha=decay)
             if taken["nesterov"]:
                 p.grad.add_(p, alpha=decay).add_(w, alpha=m)

@@ -59,7 +59,6 @@ class Wire:
         check_every: int = 0,
         measure_every: int = 0,
         ramp: Callable[[int], Compressor] | None = None,
-        undo: Callable[[], None] | None = None,
     ) -> None:
         self.reducer = reducer
         self.step = 0
@@ -68,7 +67,8 @@ class Wire:
         self._census = census  # whether parameters may be unused on all ranks
         self._check_every, self._measure_every = check_every, measure_every
         self._measurer = Measurer(reducer.ledger)
-        self._ramp, self._undo = ramp, undo
+        self._ramp = ramp
+        self.on_detach: Callable[[], None] | None = None
         self._scale = 1.0  # of the loss, and with it of all that is remembered
         self._replay: list[Order] = []  # the plan of the step that a loaded state comes from
         self._replays = 0
@@ -91,8 +91,9 @@ class Wire:
         if self._socket is not None:
             self._socket.wire = None
             self._socket = None
-            if self._undo is not None:
-                self._undo()
+            if self.on_detach is not None:
+                self.on_detach()
+                self.on_detach = None
 
     def stats(self) -> dict[str, Any]:
         """Bytes, seconds and errors so far, for each tensor and in total; see docs/ddp.md."""

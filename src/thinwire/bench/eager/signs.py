@@ -11,7 +11,7 @@ from thinwire.compressors import OneBit, ScaledSign
 def scaled_sign(compressor: ScaledSign) -> Eager:
     def encode(x: Tensor, r: Tensor) -> Parts:
         r += x
-        mean = r.abs().mean()
+        mean = r.abs().mean() if compressor.norm == "l1" else r.square().mean().sqrt()
         upper = r >= 0
         r -= torch.where(upper, mean, -mean)
         return mean, pack(upper.view(torch.uint8), 1)

@@ -1,0 +1,343 @@
+"""What the optimizers of this room share: the exchange, the checks, checkpoints, statistics.
+
+A step first computes, in tensors of its own, what is to be exchanged; then exchanges it; and only
+when that has succeeded changes parameters and state. So a step that raises has changed nothing.
+"""
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.collectives.choose import suits
+from thinwire.collectives.memory import limit_of
+from thinwire.collectives.reduce import start
+from thinwire.collectives.start import Group, Timeout, compressor_of, span_of
+from thinwire.compressors import Compressor, NoCompression, ScaledSign
+from thinwire.errors import ThinwireWarning
+from thinwire.kernels import Key
+from thinwire.optim import check
+from thinwire.optim.slot import Slot
+from thinwire.telemetry import Ledger
+
+ONE_BIT = ScaledSign("l2")
+DENSE = NoCompression()
+
+
+@dataclass
+class Parcel:
+    """What travels in one exchange, for the ledger."""
+
+    names: tuple[str, ...]
+    pieces: list[Tensor]
+
+
+class Talking(Optimizer):
+    """Base of the optimizers that exchange by themselves.
+
+    Subclasses implement `_advance`, and check the settings of a group in `_check`.
+    """
+
+    # Settings that all param_groups have in common; the first is when the first stage ends.
+    shared: ClassVar[tuple[str, ...]]
+    spread: ClassVar[tuple[str, ...]] = ("error",)  # state that differs between ranks
+    # GradScaler then calls step() on every rank, whether that rank's gradient overflowed or not:
+    # which steps to leave out is something the ranks find out together.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        group: Group,
+        masks: Mapping[Tensor, Tensor] | None,
+        compressor: Compressor | str,
+        max_bytes: int | str | None,
+        timeout: Timeout,
+    ) -> None:
+        who = type(self).__name__
+        self._masks = check.masks(who, masks)
+        self._compressor = compressor_of(compressor)
+        unsuited = suits("twoshot", self._compressor)
+        if unsuited is not None:
+            raise ValueError(f"{who}: {self._compressor} cannot go through 'twoshot': {unsuited}")
+        limit_of(max_bytes), span_of(timeout)  # refused here and now
+        self._options: dict[str, Any] = {
+            "group": group,
+            "max_bytes": max_bytes,
+            "timeout": timeout,
+        }
+        self._ledger = Ledger()
+        self._skipped = 0
+        self._lives: dict[Tensor, Tensor | None] = {}  # while the variance stays as it is
+        super().__init__(params, defaults)
+        known = {p for each in self.param_groups for p in each["params"]}
+        if not self._masks.keys() <= known:
+            raise ValueError(f"{who}: a mask is for a tensor that is none of the parameters")
+
+    @abstractmethod
+    def _advance(self, slots: list[Slot], step: int) -> None:
+        """Take the step of this number, counted from 1."""
+
+    @abstractmethod
+    def _check(self, group: dict[str, Any]) -> None:
+        """Refuse settings of a param_group that make no sense."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as for every torch optimizer; see the class for until when."""
+        super().add_param_group(param_group)
+        who, added = type(self).__name__, self.param_groups[-1]
+        try:
+            self._check(added)
+            for p in added["params"]:
+                check.parameter(who, p)
+            for key in self.shared:
+                if added[key] != self.param_groups[0][key]:
+                    raise ValueError(f"{who}: {key} is one for all parameter groups")
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Exchange, and move the parameters; all ranks of the group call this together.
+
+        A step in which any rank's gradient holds NaN or infinity is left out by all ranks, with a
+        `ThinwireWarning`; ``stats()["skipped"]`` counts them.
+
+        Raises:
+            MismatchError: ranks differ in parameters, settings or the number of steps.
+            PeerError: another rank died, did not answer in time or failed.
+                In both cases parameters and state are as before the step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            slots = self._slots()
+            if slots:
+                self._advance(slots, max(slot.steps for slot in slots) + 1)
+        return loss
+
+    def _slots(self) -> list[Slot]:
+        return [
+            Slot(names[i], p, group, self.state[p], self._masks.get(p))
+            for g, group in enumerate(self.param_groups)
+            for names in [group.get("param_names") or _numbers(g, len(group["params"]))]
+            for i, p in enumerate(group["params"])
+            if p.requires_grad
+        ]
+
+    def _gradients(self, slots: Sequence[Slot]) -> list[Tensor]:
+        """Copies of this rank's gradients, without a GradScaler's scale."""
+        scale = getattr(self, "grad_scale", None)
+        return [slot.gradient(1.0 if scale is None else float(scale)) for slot in slots]
+
+    def _average(self, slots: Sequence[Slot], tensors: list[Tensor], step: int) -> bool:
+        """Average tensors over the group, in place and as they are.
+
+        Returns:
+            Whether all of it is finite; otherwise the step is to be left out.
+        """
+        self._carry(slots, tensors, [None] * len(tensors), DENSE, step)
+        return self._sound(all(map(is_finite, tensors)))
+
+    def _compress(self, slots: Sequence[Slot], tensors: list[Tensor], step: int) -> bool:
+        """Average tensors over the group, in place, compressed both ways.
+
+        What is left out, by this rank and, of its shard, as a server, goes into the `error` in the
+        parameter's state. Elements that are not live take no part and come out as zero.
+        """
+        lives = [self._live(slot) for slot in slots]
+        errors = [slot.kept("error") for slot in slots]
+        sent = [_chosen(x, live) for x, live in zip(tensors, lives, strict=True)]
+        kept = [_chosen(e, live) for e, live in zip(errors, lives, strict=True)]
+        finite = self._carry(slots, sent, kept, self._compressor, step)
+        if not self._sound(finite and (self._size > 1 or all(map(is_finite, sent)))):
+            return False
+        for x, live, x_sent, error, e_kept in zip(tensors, lives, sent, errors, kept, strict=True):
+            if live is not None:
+                x.zero_()[live] = x_sent
+                error[live] = e_kept
+        return True
+
+    def _live(self, slot: Slot) -> Tensor | None:
+        """Which elements take part; whoever changes variances clears `_lives`."""
+        if slot.p not in self._lives:
+            self._lives[slot.p] = slot.live()
+        return self._lives[slot.p]
+
+    def _carry(
+        self,
+        slots: Sequence[Slot],
+        tensors: Sequence[Tensor],
+        residuals: Sequence[Tensor | None],
+        compressor: Compressor,
+        step: int,
+    ) -> bool:
+        handle = start(
+            f"{type(self).__name__}.step",
+            tensors,
+            compressor,
+            residuals,
+            None,
+            op=dist.ReduceOp.AVG,
+            async_op=True,
+            collective="auto" if compressor is DENSE else "twoshot",
+            key=Key(step=step % (1 << 32)),
+            about=(("step", f"{step}"), ("settings", self._settings())),
+            **self._options,
+        )
+        handle.wait()
+        names = tuple(slot.name for slot in slots)
+        self._ledger.note(handle, [Parcel(names, list(tensors))], compressor)
+        return handle.account.finite
+
+    def _settings(self) -> str:
+        """Of all groups, in words: replicas that step differently would part unnoticed."""
+        plain = (int, float, bool, tuple, list)
+        return "; ".join(
+            ", ".join(f"{k}={v}" for k, v in sorted(_plain(group).items()) if isinstance(v, plain))
+            for group in self.param_groups
+        )
+
+    def _sound(self, finite: bool, words: str = "the step is left out on all ranks") -> bool:
+        """`finite`; if it is not, count that and say what follows."""
+        if not finite:
+            self._skipped += 1
+            warnings.warn(
+                f"{type(self).__name__}: a gradient holds NaN or infinity; {words}",
+                ThinwireWarning,
+                stacklevel=5,
+            )
+        return finite
+
+    def _check_known(self, slots: Sequence[Slot], frozen: int) -> None:
+        """Refuse parameters that came when the variance was frozen already."""
+        late = [slot.name for slot in slots if "exp_avg_sq" not in slot.state]
+        if late:
+            raise ValueError(
+                f"{type(self).__name__}: {', '.join(late[:5])} took no part in the {frozen} steps "
+                "before the variance was frozen, so there is none to divide by: set requires_grad "
+                "before, or freeze later"
+            )
+
+    @property
+    def _size(self) -> int:
+        return dist.get_world_size(self._options["group"])
+
+    def stats(self) -> dict[str, Any]:
+        """What the exchanges came to on this rank since the optimizer was made.
+
+        Returns:
+            bytes_sent, bytes_received, wire_bytes (with gloo's headers), exchanges, seconds
+            (encode, network, decode), steps, skipped, and error_norm: the length of what is yet to
+            be sent.
+        """
+        slots = self._slots()
+        errors = [s.state["error"].double().square().sum() for s in slots if "error" in s.state]
+        return {
+            "steps": max((slot.steps for slot in slots), default=0),
+            "skipped": self._skipped,
+            "exchanges": self._ledger.exchanges,
+            "bytes_sent": self._ledger.bytes_sent,
+            "bytes_received": self._ledger.bytes_received,
+            "wire_bytes": self._ledger.wire_bytes,
+            "seconds": dict(self._ledger.seconds),
+            "error_norm": math.sqrt(sum(map(float, errors))),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Args:
+            state_dict: this rank's own; or a list of all ranks' states. If the list has not as many
+                entries as the group has members, each rank goes on with the mean of the errors:
+                what is yet to be sent stays the same for the average. A state of torch.optim.Adam
+                is taken as one of the first stage.
+        """
+        chosen = state_dict if isinstance(state_dict, dict) else self._of_all(state_dict)
+        foreign = any(self.shared[0] not in group for group in chosen["param_groups"])
+        if foreign:
+            self._check_foreign(chosen)
+        super().load_state_dict(chosen)
+        self._lives.clear()
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        saved = [key for group in chosen["param_groups"] for key in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for p, key in zip(own, saved, strict=True):
+            # torch has cast all this to the parameter's own type.
+            for name, value in chosen["state"].get(key, {}).items():
+                if isinstance(value, Tensor) and name != "step":
+                    self.state[p][name] = value.detach().to(p.device, copy=True)
+            if "step" in self.state[p]:
+                self.state[p]["step"] = int(self.state[p]["step"])
+        if foreign:
+            self._adopt(self._slots())
+
+    def _check_foreign(self, state: dict[str, Any]) -> None:
+        """A state of Adam must be one of the first stage: all else is missing in it."""
+        key = self.shared[0]
+        taken = max((int(kept.get("step", 0)) for kept in state["state"].values()), default=0)
+        if taken >= self.defaults[key]:
+            raise ValueError(
+                f"{type(self).__name__}: the state is that of another optimizer after {taken} "
+                f"steps: {key} must be more than that, got {self.defaults[key]}"
+            )
+
+    def _adopt(self, slots: Sequence[Slot]) -> None:
+        """Add what is missing in the state of Adam."""
+
+    def _of_all(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        who = type(self).__name__
+        if not isinstance(states, Sequence) or not states:
+            raise ValueError(f"{who}: expected a state, or a list of all ranks' states")
+        if len(states) == self._size:
+            return states[dist.get_rank(self._options["group"])]
+        self._check_states(states)
+        first = states[0]
+        means = {
+            key: {
+                name: sum(state["state"][key][name] for state in states) / len(states)
+                if name in self.spread
+                else value
+                for name, value in kept.items()
+            }
+            for key, kept in first["state"].items()
+        }
+        return {**first, "state": means}
+
+    def _check_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Refuse states that another number of ranks cannot go on from."""
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _chosen(tensor: Tensor, live: Tensor | None) -> Tensor:
+    return tensor if live is None else tensor[live]
+
+
+def _numbers(group: int, count: int) -> list[str]:
+    return [f"{group}.{i}" for i in range(count)]
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings without the parameters; a learning rate may be a tensor."""
+    left_out = ("params", "param_names")
+    return {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key not in left_out
+    }
