@@ -98,6 +98,7 @@ ROWS = [
     Row(spec="onebit:24", sums=True, alpha=block(24)),
     Row(spec="onebit:none", sums=True, alpha=block(INFINITE)),
     Row(spec="scaledsign", sums=True, alpha=block(INFINITE)),
+    Row(spec="scaledsign:l2", sums=True),
     Row(spec="terngrad", sums=True, random=True),
     Row(spec="terngrad:none", random=True, unbiased=True),
     Row(spec="natural", random=True, unbiased=True, alpha=lambda d: 7 / 8),

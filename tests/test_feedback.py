@@ -1199,7 +1199,11 @@ def on_alone() -> None:
             x = lay(normal(24, step).view(4, 6), "transposed")
             handle = reducer.average({"w": x}, async_op=True)
             handle.wait()
-            assert same(x, normal(24, step).view(4, 6)), "the mean of one is itself, uncompressed"
+            given = normal(24, step).view(4, 6)
+            if feedback == "ef21":  # h + (g - h): two roundings, of numbers below 8
+                assert (x - given).abs().max() <= 2 * 2.0**-24 * 8
+            else:
+                assert same(x, given), "the mean of one is itself, uncompressed"
             assert handle.bytes_sent == 0
         reducer.load_state_dict(reducer.state_dict())
         reducer.load_state_dict([reducer.state_dict()] * 3)
@@ -1270,7 +1274,7 @@ def test_specs_lead_back_to_their_feedback(feedback):
 
 def test_every_feedback_has_a_name_and_a_line():
     found = tw.feedbacks()
-    assert list(found) == ["none", "ef14", "ef21", "ef21m"]
+    assert list(found) == ["none", "ef14", "ef21", "ef21m", "dgc", "vote"]
     for name, line in found.items():
         assert tw.parse_feedback(name).name == name
         assert line.endswith("."), f"{name}: the first line of the docstring is a sentence"
@@ -1279,8 +1283,8 @@ def test_every_feedback_has_a_name_and_a_line():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("ef15", "unknown feedback 'ef15', known: ef14, ef21, ef21m, none"),
-        ("", "known: ef14, ef21, ef21m, none"),
+        ("ef15", "unknown feedback 'ef15', known: dgc, ef14, ef21, ef21m, none, vote"),
+        ("", "known: dgc, ef14, ef21, ef21m, none, vote"),
         ("ef14:2", "EF14: decay must be in [0, 1], got 2"),
         ("ef14:nan", "EF14: decay must be in [0, 1]"),
         ("ef14:true", "EF14: decay must be in [0, 1], got True"),

@@ -15,8 +15,8 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src"
 FACE = "thinwire"  # thinwire/__init__.py: may import anything; of the rooms only cli may import it
 ROOMS = (
-    *("kernels", "wire", "compressors", "collectives", "feedback", "methods", "policies"),
-    *("training", "integrations", "workloads", "plan", "lab", "compare", "report"),
+    *("kernels", "wire", "compressors", "collectives", "feedback", "methods", "optim"),
+    *("policies", "training", "integrations", "workloads", "plan", "lab", "compare", "report"),
     *("bench", FACE, "cli"),
     "__main__",
 )

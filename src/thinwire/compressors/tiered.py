@@ -48,9 +48,9 @@ class Tiered(Compressor):
         object.__setattr__(self, "ratio", float(self.ratio))
         for name, value in (("large", self.large), ("small", self.small)):
             stages = getattr(value, "stages", (value,))
-            if any(
-                not isinstance(s, Compressor) or isinstance(s, Tiered) or s.joint for s in stages
-            ):
+            if any(getattr(stage, "joint", False) for stage in stages):
+                raise ValueError(f"Tiered: {value!r} is found by all ranks together")
+            if any(not isinstance(s, Compressor) or isinstance(s, Tiered) for s in stages):
                 raise ValueError(
                     f"Tiered: {name} must be a compressor without Tiered, got {value!r}"
                 )

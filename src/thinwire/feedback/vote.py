@@ -50,6 +50,7 @@ class _Turn(Turn):
         super().__init__(x, desk.take("signs", kept), None)
         self._momentum, self._kept, self._size = momentum, kept, desk.size
         self._m = desk.take("m", kept)
+        self._sound = True
 
     def before(self) -> None:
         if self._momentum:
@@ -62,12 +63,13 @@ class _Turn(Turn):
         signs(self._m, self.tensor).mul_(self._size).add_(self._m - self._m)
 
     def after(self) -> None:
+        # What travels as it is was not looked at on the way; all ranks see the same here.
         broken = self.tensor - self.tensor  # zero, or NaN
+        self._sound = not bool(broken.isnan().any())
         self.x.copy_(signs(self.tensor, self.tensor).add_(broken))
 
     def commit(self) -> None:
-        # What travels as it is was not looked at on the way.
-        if self._momentum and bool(torch.isfinite(self._m).all()):
+        if self._momentum and self._sound:
             self._kept.write(self._m)
 
 

@@ -8,10 +8,10 @@ from thinwire.optim.slot import Slot
 
 
 def decayed(slot: Slot, grad: Tensor) -> Tensor:
-    """The gradient with L2 decay, where the group asks for it; in place."""
+    """The gradient with L2 decay, where the group asks for it."""
     decay = slot.group["weight_decay"]
     if decay and not slot.group.get("decoupled", False):
-        grad.add_(slot.values(), alpha=decay)
+        return grad.add(slot.values(), alpha=decay)
     return grad
 
 

@@ -136,10 +136,10 @@ class Talking(Optimizer):
             if p.requires_grad
         ]
 
-    def _gradients(self, slots: Sequence[Slot]) -> list[Tensor]:
-        """Copies of this rank's gradients, without a GradScaler's scale."""
+    def _gradients(self, slots: Sequence[Slot], *, copy: bool) -> list[Tensor]:
+        """This rank's gradients without a GradScaler's scale, to be changed only in a copy."""
         scale = getattr(self, "grad_scale", None)
-        return [slot.gradient(1.0 if scale is None else float(scale)) for slot in slots]
+        return [slot.gradient(1.0 if scale is None else float(scale), copy) for slot in slots]
 
     def _average(self, slots: Sequence[Slot], tensors: list[Tensor], step: int) -> bool:
         """Average tensors over the group, in place and as they are.
@@ -322,7 +322,8 @@ class Talking(Optimizer):
 
 
 def is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    """Whether all elements are; the ends of a tensor with NaN are NaN."""
+    return not tensor.numel() or all(math.isfinite(end) for end in tensor.aminmax())
 
 
 def _chosen(tensor: Tensor, live: Tensor | None) -> Tensor:

@@ -44,15 +44,21 @@ class Slot:
         kept: Tensor = self.state[key]
         return kept
 
-    def gradient(self, scale: float = 1.0) -> Tensor:
-        """A copy of this rank's gradient over `scale`; zero where there is none: ranks agree."""
+    def gradient(self, scale: float, copy: bool) -> Tensor:
+        """This rank's gradient over `scale`; zero where there is none, so that ranks agree.
+
+        It is a tensor of its own if `copy`, or if it has to be.
+        """
         grad = self.p.grad
         if grad is None:
             return torch.zeros(self.p.shape, dtype=self.real, device=self.p.device)
         if grad.layout != torch.strided:
             grad = grad.to_dense()
-        copy = torch.empty(self.p.shape, dtype=self.real, device=self.p.device).copy_(grad)
-        return copy if scale == 1 else copy.div_(scale)
+        if copy or scale != 1 or grad.dtype != self.real:
+            room = torch.empty(self.p.shape, dtype=self.real, device=self.p.device)
+            room.copy_(grad)
+            return room if scale == 1 else room.div_(scale)
+        return grad
 
     def values(self) -> Tensor:
         """The parameter in full precision, to be changed in place; `write` then rounds it."""

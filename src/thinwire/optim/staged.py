@@ -50,7 +50,7 @@ class Staged(Talking):
     def _advance(self, slots: list[Slot], step: int) -> None:
         if step > self._freeze_step:
             self._check_known(slots, self._freeze_step)
-        grads = self._gradients(slots)
+        grads = self._gradients(slots, copy=step <= self._freeze_step)
         if step <= self._freeze_step:
             if self._average(slots, grads, step):
                 self._lives.clear()

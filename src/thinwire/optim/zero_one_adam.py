@@ -15,7 +15,6 @@ from thinwire.optim.slot import Slot
 class Sum(NamedTuple):
     """What a parameter has accumulated since ranks last met: the sums of the class's formulas."""
 
-    momentum: Tensor  # of this rank, now
     update: Tensor  # u
     weight: float  # w
     keep: float  # k
@@ -133,7 +132,10 @@ class ZeroOneAdam(Talking):
         """Meet now, so that all ranks have the same parameters; all of them call this together."""
         with torch.no_grad():
             moved = [slot for slot in self._slots() if slot.state.get("weight", 0.0)]
-            sums = [_since(s, s.kept("exp_avg"), s.kept("update").clone()) for s in moved]
+            sums = [
+                Sum(slot.kept("update").clone(), slot.state["weight"], slot.state["keep"])
+                for slot in moved
+            ]
             if moved:
                 self._meet(moved, sums, max(slot.steps for slot in moved))
 
@@ -168,7 +170,7 @@ class ZeroOneAdam(Talking):
     def _together(self, slots: list[Slot], step: int) -> None:
         """A step of the first stage."""
         due = variance_at(step, self._setting("var_update_scaler")).due
-        tensors = self._gradients(slots)
+        tensors = self._gradients(slots, copy=due)
         if due:
             if not self._average(slots, tensors, step):
                 return
@@ -197,27 +199,28 @@ class ZeroOneAdam(Talking):
     def _apart(self, slots: list[Slot], step: int) -> None:
         """A step of the second stage."""
         self._check_known(slots, self._setting("var_freeze_step"))
-        grads = self._gradients(slots)
+        grads = self._gradients(slots, copy=False)
         finite = self._sound(all(map(is_finite, grads)), "this rank leaves it out")
         for slot in slots:
             if not slot.state["weight"]:  # since the meeting somebody may have set parameters
                 slot.kept("anchor").copy_(slot.values())
-        sums = [self._local(s, g, finite) for s, g in zip(slots, grads, strict=True)]
-        del grads
         begin, scaler = self._setting("var_freeze_step"), self._setting("local_step_scaler")
         interval = interval_at(step, begin, scaler, self._setting("local_step_clipper"))
-        pairs = list(zip(slots, sums, strict=True))
-        # Where the learning rate is zero nothing has moved, and there is nothing to say.
-        met = [pair for pair in pairs if pair[1].weight] if step % interval == 0 else []
-        if met and not self._meet([slot for slot, _ in met], [found for _, found in met], step):
-            return
-        for slot, found in pairs:
-            if not met or not found.weight:
-                self._move_alone(slot, found)
+        alone = list(zip(slots, grads, strict=True))
+        if step % interval == 0:
+            sums = [self._sum(slot, grad, finite) for slot, grad in alone]
+            # Where the learning rate is zero nothing has moved, and there is nothing to say.
+            met = [(s, found) for s, found in zip(slots, sums, strict=True) if found.weight]
+            if met and not self._meet([s for s, _ in met], [found for _, found in met], step):
+                return
+            alone = [pair for pair, found in zip(alone, sums, strict=True) if not found.weight]
+        for slot, grad in alone:
+            self._move_alone(slot, grad, finite)
+        for slot in slots:
             slot.state["step"] = slot.steps + 1
 
-    def _local(self, slot: Slot, grad: Tensor, finite: bool) -> Sum:
-        """What a local step adds up to; nothing is changed."""
+    def _sum(self, slot: Slot, grad: Tensor, finite: bool) -> Sum:
+        """What this step adds up to; nothing is changed, as the meeting may fail."""
         if finite:
             momentum = adam.ahead(slot, adam.decayed(slot, grad))
         else:
@@ -226,19 +229,26 @@ class ZeroOneAdam(Talking):
         if live is not None:
             momentum.mul_(live)
         rate, keep = adam.rate(slot, slot.steps + 1), adam.shrink(slot)
-        before = _since(slot, momentum, slot.kept("update"))
-        update = before.update.mul(keep).add_(momentum, alpha=rate)
-        return Sum(momentum, update, before.weight * keep + rate, before.keep * keep)
+        update = momentum.mul_(rate).add_(slot.kept("update"), alpha=keep)
+        return Sum(update, slot.state["weight"] * keep + rate, slot.state["keep"] * keep)
 
-    def _move_alone(self, slot: Slot, found: Sum) -> None:
-        keep, rate = adam.shrink(slot), adam.rate(slot, slot.steps + 1)
-        values = slot.values()
+    def _move_alone(self, slot: Slot, grad: Tensor, finite: bool) -> None:
+        b1, _ = slot.group["betas"]
+        momentum, update, values = slot.kept("exp_avg"), slot.kept("update"), slot.values()
+        if finite:
+            momentum.lerp_(adam.decayed(slot, grad), 1 - b1)
+        live = self._live(slot)
+        if live is not None:
+            momentum.mul_(live)
+        rate, keep = adam.rate(slot, slot.steps + 1), adam.shrink(slot)
         if keep != 1:
+            update.mul_(keep)
             values.mul_(keep)
-        values.addcdiv_(found.momentum, self._divisor(slot), value=-rate)
+        update.add_(momentum, alpha=rate)
+        values.addcdiv_(momentum, self._divisor(slot), value=-rate)
         slot.write()
-        slot.state["exp_avg"], slot.state["update"] = found.momentum, found.update
-        slot.state["weight"], slot.state["keep"] = found.weight, found.keep
+        slot.state["weight"] = slot.state["weight"] * keep + rate
+        slot.state["keep"] *= keep
 
     def _meet(self, slots: list[Slot], sums: list[Sum], step: int) -> bool:
         """Exchange what ranks have accumulated, and set parameters and momenta to it."""
@@ -268,8 +278,3 @@ class ZeroOneAdam(Talking):
                 "ZeroOneAdam: these states were taken between two meetings, when ranks differ; "
                 "another number of ranks needs states taken after sync()"
             )
-
-
-def _since(slot: Slot, momentum: Tensor, update: Tensor) -> Sum:
-    """What was accumulated before this step."""
-    return Sum(momentum, update, slot.state.get("weight", 0.0), slot.state.get("keep", 1.0))
