@@ -270,5 +270,6 @@ def _show(document: dict[str, Any], folder: Path) -> None:
 
     print_document(document, console())
     sys.stdout.flush()
+    print("drawing the report ...", file=sys.stderr, flush=True)
     page, *_ = write(document, folder)
     print(f"wrote {page}, with its pictures and data.json beside it", file=sys.stderr)
