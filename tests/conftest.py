@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config, items):
     def place(item):
         if item.module.__name__ in without:
             return 0
-        return 2 if several & vars(item.module).keys() else 1
+        return 2 if several & vars(item.module).keys() or "compare" in item.module.__name__ else 1
 
     items.sort(key=place)
     if len(items) > MANY and not config.option.collectonly:
