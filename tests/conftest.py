@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 import warm
 
+from thinwire.lab import why_not
+
 MANY = 1000  # tests: fewer do not need all kernels
 
 hypothesis.settings.register_profile(
@@ -51,6 +53,14 @@ def no_network():
     socket.socket.connect = local
     yield
     socket.socket.connect = connect
+
+
+@pytest.fixture(scope="session")
+def possible():
+    """Skips where no lab can be made."""
+    reason = why_not()
+    if reason:
+        pytest.skip(f"no lab can be made here: {reason}")
 
 
 def pytest_collection_modifyitems(config, items):

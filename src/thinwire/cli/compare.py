@@ -135,6 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         settings = _settings(arguments)
         _check_output(arguments.out)
+        from thinwire.compare.method import read
         from thinwire.compare.progress import shown
         from thinwire.compare.run import Comparison
         from thinwire.report import require_matplotlib
@@ -150,9 +151,9 @@ def run(arguments: argparse.Namespace) -> int:
     if document["interrupted"]:
         print("thinwire compare: interrupted", file=sys.stderr)
         return INTERRUPTED
-    asked = {method.name for method in comparison.methods} - set(settings.baselines)
-    bad = [m for m in document["methods"] if m["name"] in asked | {BASELINE}]
-    return int(any(m["error"] or m["diverged"] for m in bad))
+    asked = {BASELINE, *(read(name).name for name in settings.methods)}
+    found = [method for method in document["methods"] if method["name"] in asked]
+    return int(any(method["error"] or method["diverged"] for method in found))
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
