@@ -292,6 +292,7 @@ def compared(**settings):
         (["--steps", "5", "--seconds", "5"], "not allowed with argument"),
         (["--link", "fast"], "a rate is a number"),
         (["--links", "missing.txt"], "--links: "),
+        (["--hosts", "1"], "--hosts must be at least 2"),
         (["--racks", "2"], "--racks and --inter go together"),
         (["--racks", "9", "--inter", "1mbit"], "--racks 9 is more than there are hosts"),
         (["--sweep", "fast"], "--sweep: a rate is a number"),

@@ -228,6 +228,8 @@ def _links(arguments: argparse.Namespace) -> tuple[int, tuple[str, ...]]:
         hosts = len(rates)
     else:
         rates = [arguments.link or LINK] * hosts
+    if hosts < 2:
+        raise SettingError("--hosts must be at least 2: one host has nobody to send to")
     if (arguments.inter is None) != (arguments.racks == 1):
         raise SettingError("--racks and --inter go together: --racks 2 --inter 20mbit")
     if arguments.racks > hosts:
