@@ -25,7 +25,6 @@ from harness import (
     in_lab,
     on_loopback,
     run_ranks,
-    sent_bytes,
     show_targets,
     write_record,
 )
@@ -34,6 +33,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from thinwire.bench.sizes import read_size
+from thinwire.compare.counters import FULL
 from thinwire.machine import busy
 
 SLOW = (
@@ -61,6 +61,7 @@ def rank_main(job: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     import thinwire as tw
+    from thinwire.compare.counters import sent
 
     torch.set_num_threads(job["threads"])
     dist.init_process_group("gloo")
@@ -73,13 +74,13 @@ def rank_main(job: dict[str, Any]) -> None:
     def once(name: str, spec: str, collective: str, turn: int) -> list[float]:
         tensor.copy_(gradients[turn % 2])
         dist.barrier()
-        before = sent_bytes()
+        before = sent(size, job["loopback"])
         begin = time.perf_counter()
         if spec == "dense":
             dist.all_reduce(tensor)
             seconds = time.perf_counter() - begin
             moved = 2 * (size - 1) * tensor.nbytes // size
-            reported, parts = moved * 1514 // 1448, [0.0, seconds, 0.0]
+            reported, parts = moved, [0.0, seconds, 0.0]
         else:
             residual = residuals.get(name)
             handle = tw.all_reduce(tensor, spec, collective=collective, residual=residual)
@@ -88,7 +89,8 @@ def rank_main(job: dict[str, Any]) -> None:
             parts = [handle.account.seconds.get(kind, 0.0) for kind in kinds]
             reported = handle.account.wire_bytes
         time.sleep(0.02)  # last acknowledgements
-        return [seconds, float(reported), float(sent_bytes() - before), *parts]
+        counted = sent(size, job["loopback"]) - before
+        return [seconds, float(reported), float(counted), *parts]
 
     for turn in range(-1, job["rounds"]):  # the first compiles and connects
         for name, spec, collective, _ in job["runs"]:
@@ -143,7 +145,7 @@ def slow_targets(rows: list[dict[str, Any]], rate: float) -> list[Target]:
         targets.append(
             Target(f"{name}: times faster than dense", speed, f">= {bound}", speed >= bound)
         )
-        ideal = 8 * row["counted_bytes"] / rate
+        ideal = 8 * FULL * row["counted_bytes"] / rate
         over = row["seconds"] / ideal
         targets.append(Target(f"{name}: time over its bytes / rate", over, "<= 1.3", over <= 1.3))
     for row in rows:
@@ -210,16 +212,17 @@ def main() -> int:
     if note:
         console.print(note)
     job = {"numel": read_size(options.size), "rounds": options.rounds, "threads": options.threads}
+    job["loopback"] = True
     targets: list[Target] = []
     record: dict[str, Any] = {}
     if options.only in (None, "slow"):
         run = in_lab(options.hosts, options.link, 3600)
-        rows = measure("slow network", run, {**job, "runs": SLOW}, console)
+        rows = measure("slow network", run, {**job, "runs": SLOW, "loopback": False}, console)
         record["slow"] = rows
         targets += slow_targets(rows, parse_rate(options.link))
         console.print(table_of(f"{options.hosts} hosts, {options.link}", rows))
     if options.only in (None, "loopback"):
-        run = on_loopback(4, 600)
+        run = on_loopback(4)
         more = {**job, "rounds": 3 * options.rounds, "runs": LOOPBACK}
         rows = measure("loopback", run, more, console)
         record["loopback"] = rows
@@ -230,7 +233,7 @@ def main() -> int:
         found = {}
         for ranks in (2, 3, 4, 8):
             less = {**job, "numel": job["numel"] // 10, "rounds": 1, "runs": GROWTH}
-            found[ranks] = measure(f"{ranks} ranks", on_loopback(ranks, 600), less, console)
+            found[ranks] = measure(f"{ranks} ranks", on_loopback(ranks), less, console)
         record["growth"] = {str(ranks): rows for ranks, rows in found.items()}
         targets += growth_targets(found)
     show_targets(console, targets)

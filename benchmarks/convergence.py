@@ -97,28 +97,21 @@ def train(task: Any, settings: dict[str, Any], seed: int, steps: int) -> dict[st
 
 
 def add_torch_hook(model: Any, name: str) -> None:
+    """Those that `thinwire compare` knows, and those that never work on gloo."""
     import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import (
-        default_hooks,
-        powerSGD_hook,
-        quantization_hooks,
-    )
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook, quantization_hooks
 
-    if "powersgd" in name:
-        state: Any = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=2, start_powerSGD_iter=10
-        )
-        batched = name.startswith("batched")
-        hook = powerSGD_hook.batched_powerSGD_hook if batched else powerSGD_hook.powerSGD_hook
+    from thinwire.compare.hooks import equip
+    from thinwire.compare.method import read
+
+    if name == "batched powersgd":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2)
+        model.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
+    elif name.startswith("quantize"):
+        hook = getattr(quantization_hooks, f"quantization_{name.split()[1]}{name.split()[2]}_hook")
+        model.register_comm_hook(dist.group.WORLD, hook)
     else:
-        state = dist.group.WORLD
-        hook = {
-            "fp16": default_hooks.fp16_compress_hook,
-            "bf16": default_hooks.bf16_compress_hook,
-            "quantize per tensor": quantization_hooks.quantization_pertensor_hook,
-            "quantize per channel": quantization_hooks.quantization_perchannel_hook,
-        }[name]
-    model.register_comm_hook(state, hook)
+        equip(model, read(f"torch:{name}"))
 
 
 def run_ours(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
@@ -146,7 +139,7 @@ def run_ours(options: argparse.Namespace, console: Console) -> list[dict[str, An
             if not console.is_terminal:
                 console.print(shown, highlight=False)
 
-        run_ranks(on_loopback(options.ranks, 7200), __file__, job, on_row)
+        run_ranks(on_loopback(options.ranks), __file__, job, on_row)
     return rows
 
 
@@ -185,7 +178,7 @@ def one_torch(options: argparse.Namespace, job: dict[str, Any], hook: str) -> di
                  for line in done.stderr.splitlines()]  # fmt: skip
         errors = [line.strip() for line in lines if "Error" in line and "Child" not in line]
         return {"name": f"torch {hook}", "failure": errors[0] if errors else "failed"}
-    run_ranks(on_loopback(options.ranks, 3600), __file__, job, found.append)
+    run_ranks(on_loopback(options.ranks), __file__, job, found.append)
     return found[0]
 
 

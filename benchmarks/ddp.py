@@ -171,7 +171,7 @@ def medians(run: Any, job: dict[str, Any]) -> dict[str, float]:
 def link_for(base: dict[str, Any], console: Console) -> str:
     """The rate at which the exchange takes about as long as backward."""
     with console.status("backward and exchange on loopback, to choose the link"):
-        free = medians(on_loopback(2, 600), {**base, "part": "pipeline", "rounds": 3})
+        free = medians(on_loopback(2), {**base, "part": "pipeline", "rounds": 3})
     # What encoding, decoding and a fast network take stays; the link has the rest of the time.
     rest = max(0.1 * free["backward"], free["backward"] - free["exchange"])
     return f"{8 * free['bytes'] / rest / 1e6:.1f}mbit"
@@ -200,7 +200,7 @@ def main() -> int:
     base = {"rounds": options.rounds, "batch": options.batch, "compressor": options.compressor}
     if options.only in (None, "overhead"):
         with console.status("overhead on loopback"):
-            found = medians(on_loopback(2, 600), {**base, "part": "overhead", "batch": 128})
+            found = medians(on_loopback(2), {**base, "part": "overhead", "batch": 128})
         record["overhead"] = found
         for name, seconds in found.items():
             console.print(f"{name}: {1e3 * seconds:.1f} ms a step")

@@ -1,8 +1,6 @@
 """What the benchmarks with several ranks share: where ranks run, targets, records."""
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -38,46 +36,27 @@ def in_lab(hosts: int, link: str, limit: float) -> Runner:
 
     def run(argv: list[str], on_line: Callable[[str], None]) -> None:
         with Lab(hosts=hosts, link=link) as lab:
-            lab.run(
-                argv,
-                timeout=limit,
-                on_line=lambda host, stream, line: (
-                    on_line(line) if (host, stream) == (0, "stdout") else None
-                ),
-            )
+            lab.run(argv, timeout=limit, on_line=_of_rank_0(on_line))
 
     return run
 
 
-def on_loopback(ranks: int, limit: float) -> Runner:
+def on_loopback(ranks: int) -> Runner:
     """Run on plain processes of this machine."""
+    from thinwire.compare.place import Loopback
 
     def run(argv: list[str], on_line: Callable[[str], None]) -> None:
-        port = 20000 + os.getpid() % 20000
-        common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        common |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        processes = [
-            subprocess.Popen(
-                argv,
-                env={**common, "RANK": str(rank)},
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            output = processes[0].stdout
-            assert output is not None
-            for line in output:
-                on_line(line.rstrip())
-            codes = [process.wait(limit) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            raise RuntimeError(f"ranks ended with exit codes {codes}")
+        Loopback(ranks).run(argv, on_line=_of_rank_0(on_line))
 
     return run
+
+
+def _of_rank_0(on_line: Callable[[str], None]) -> Callable[[int, str, str], None]:
+    def heard(host: int, stream: str, line: str) -> None:
+        if (host, stream) == (0, "stdout"):
+            on_line(line)
+
+    return heard
 
 
 def run_ranks(
@@ -91,16 +70,6 @@ def run_ranks(
             [sys.executable, script, "--as-rank", file.name],
             lambda line: on_row(json.loads(line)) if line.startswith("{") else None,
         )
-
-
-def sent_bytes() -> int:
-    """What this network namespace has sent, on all interfaces but loopback."""
-    total = 0
-    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
-        name, _, rest = line.partition(":")
-        if name.strip() != "lo":
-            total += int(rest.split()[8])
-    return total
 
 
 def show_targets(console: Console, targets: Sequence[Target]) -> None:

@@ -60,6 +60,7 @@ def _browse(page: Path, *options: str) -> tuple[str, str]:
     """The DOM of a page, and what was written to stderr; no process is left behind."""
     command = [
         *(str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-extensions"),
+        "--disable-dev-shm-usage",  # small in containers
         *("--no-first-run", "--enable-logging=stderr", "--allow-file-access-from-files"),
         *(f"--user-data-dir={page.parent / 'profile'}", "--window-size=1400,1000"),
         *(*options, "--dump-dom", page.as_uri()),

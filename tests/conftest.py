@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 import warm
 
+from thinwire.lab import why_not
+
 MANY = 1000  # tests: fewer do not need all kernels
 
 hypothesis.settings.register_profile(
@@ -53,6 +55,14 @@ def no_network():
     socket.socket.connect = connect
 
 
+@pytest.fixture(scope="session")
+def possible():
+    """Skips where no lab can be made."""
+    reason = why_not()
+    if reason:
+        pytest.skip(f"no lab can be made here: {reason}")
+
+
 def pytest_collection_modifyitems(config, items):
     """Tests without kernels first, those with many processes last.
 
@@ -64,7 +74,7 @@ def pytest_collection_modifyitems(config, items):
     def place(item):
         if item.module.__name__ in without:
             return 0
-        return 2 if several & vars(item.module).keys() else 1
+        return 2 if several & vars(item.module).keys() or "compare" in item.module.__name__ else 1
 
     items.sort(key=place)
     if len(items) > MANY and not config.option.collectonly:

@@ -183,6 +183,10 @@ def _server() -> Any:
     return context
 
 
+# Tasks and outcomes are pickled: the pipe is one that this process made to its own child, and plain
+# pickle, unlike torch's in multiprocessing, copies tensors instead of sharing their memory.
+
+
 def _receive(pipe: Any) -> Outcome:
     try:
         return pickle.loads(pipe.recv_bytes())

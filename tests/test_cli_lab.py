@@ -20,21 +20,14 @@ from test_lab import (
     new_mark,
     processes_with,
     sleepers,
-    users_of,
+    struck,
 )
 
 from thinwire.cli import main
-from thinwire.lab import Lab, clean, why_not
+from thinwire.lab import Lab, clean
 from thinwire.lab.mark import VARIABLE, Mark, mark_of, own_mark
 
 COMMAND = (sys.executable, "-m", "thinwire", "lab")
-
-
-@pytest.fixture(scope="module")
-def possible():
-    reason = why_not()
-    if reason:
-        pytest.skip(f"no lab can be made here: {reason}")
 
 
 @pytest.fixture
@@ -198,24 +191,15 @@ def test_nothing_is_left_however_the_command_ends(possible, blow):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    try:
-        namespaces = [command.stdout.readline().decode().strip() for _ in range(2)]
-        assert len(set(namespaces)) == 2
-        assert eventually(lambda: sleepers(mark) == 4)
-        assert users_of(namespaces)
-        command.send_signal(blow)
-        _, error = command.communicate(timeout=PATIENCE_SECONDS)
-    finally:
-        command.kill()
-        command.communicate()
+    said = struck(
+        command, lambda out: [out.readline().decode().strip() for _ in range(2)], mark, blow
+    )
     if blow == signal.SIGINT:
         assert command.returncode == 130
-        assert error.decode().splitlines()[-1] == "thinwire: interrupted"
-        assert b"Traceback" not in error
+        assert said.decode().splitlines()[-1] == "thinwire: interrupted"
+        assert b"Traceback" not in said
     else:
         assert command.returncode == -signal.SIGKILL
-    assert eventually(lambda: not processes_with(mark)), processes_with(mark)
-    assert eventually(lambda: not users_of(namespaces)), users_of(namespaces)
 
 
 # Orphans

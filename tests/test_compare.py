@@ -19,14 +19,12 @@ from thinwire.compare.method import read, split
 from thinwire.compare.run import Comparison
 from thinwire.compare.settings import METHODS, WORKLOAD, SettingError, Settings
 from thinwire.compare.verdict import verdict_of
-from thinwire.lab import HostFailedError, Result, why_not
+from thinwire.lab import HostFailedError, Result
 from thinwire.report import read as read_document
 from thinwire.workloads import workload
 
 SMALL = "images:batch_size=4,per_class=20,test_per_class=5,width=4"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-needs_lab = pytest.mark.skipif(bool(why_not()), reason=f"no lab can be made here: {why_not()}")
 
 
 # Methods
@@ -294,6 +292,7 @@ def compared(**settings):
         (["--steps", "5", "--seconds", "5"], "not allowed with argument"),
         (["--link", "fast"], "a rate is a number"),
         (["--links", "missing.txt"], "--links: "),
+        (["--hosts", "1"], "--hosts must be at least 2"),
         (["--racks", "2"], "--racks and --inter go together"),
         (["--racks", "9", "--inter", "1mbit"], "--racks 9 is more than there are hosts"),
         (["--sweep", "fast"], "--sweep: a rate is a number"),
@@ -331,6 +330,17 @@ def test_a_report_is_drawn_again_from_its_data(tmp_path, capsys, monkeypatch):
     assert "missing.json" in second
 
 
+def test_only_what_was_asked_for_decides_the_exit_code(tmp_path, monkeypatch):
+    methods = [comparisons.method("ddp"), comparisons.failed("torch:bf16", "TypeError: no")]
+    document = {**comparisons.document(methods), "interrupted": False}
+    monkeypatch.setattr(Comparison, "run", lambda *_: document)
+    monkeypatch.setattr("thinwire.cli.compare._show", lambda *_: None)
+    assert main(["compare", "--out", str(tmp_path)]) == 0
+    assert main(["compare", "--out", str(tmp_path), "--with", "torch:bf16"]) == 1
+    methods[0]["diverged"] = True
+    assert main(["compare", "--out", str(tmp_path)]) == 1
+
+
 def test_help_shows_methods_and_examples(capsys):
     assert main(["compare", "--help"]) == 0
     text = capsys.readouterr().out
@@ -342,8 +352,7 @@ def test_the_default_workload_is_one():
     assert workload(WORKLOAD).name == "images"
 
 
-@needs_lab
-def test_a_comparison_in_the_lab(tmp_path, capsys):
+def test_a_comparison_in_the_lab(possible, tmp_path, capsys):
     code = main(
         ["compare", "--workload", SMALL, "--hosts", "2", "--link", "20mbit", "--steps", "8",
          "--seeds", "2", "--evaluations", "2", "--with", "none, topk:0.1",
@@ -370,7 +379,9 @@ def test_a_comparison_in_the_lab(tmp_path, capsys):
     # Two ranks send each other one copy a step; the rest is gloo's own.
     copies = 8 * 4 * document["settings"]["parameters"]
     assert copies < ddp["bytes_counted"] < copies + 8 * 5000
-    assert none["bytes_counted"] == pytest.approx(none["bytes_reported"], rel=0.1)
+    # TCP may send some packets twice, one or two in a step.
+    twice = 8 * 2 * counters.SEGMENT
+    assert 0 <= none["bytes_counted"] - none["bytes_reported"] + 8 * 200 < twice
     assert [entry["link"] for entry in document["sweep"]] == ["20mbit", "1gbit"]
     assert document["sweep"][1]["step_seconds"].keys() == methods.keys() - {"torch:bf16"}
     assert [e["step"] for e in topk["evaluations"]] == [4, 8]

@@ -1020,9 +1020,9 @@ def on_the_ledger_books_what_the_accounts_say() -> None:
 
 def holdings(root: object) -> dict[int, int]:
     """The memory of all tensors that an object keeps alive: bytes by address."""
-    found, seen, todo = {}, set(), [root]
-    while todo:
-        each = todo.pop()
+    found, seen, ahead = {}, set(), [root]
+    while ahead:
+        each = ahead.pop()
         if id(each) in seen or isinstance(each, type | ModuleType | FunctionType):
             continue
         seen.add(id(each))
@@ -1030,7 +1030,7 @@ def holdings(root: object) -> dict[int, int]:
             storage = each.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
         else:
-            todo += gc.get_referents(each)
+            ahead += gc.get_referents(each)
     return found
 
 

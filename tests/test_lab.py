@@ -69,11 +69,7 @@ peer.recv(1)
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def possible():
-    reason = why_not()
-    if reason:
-        pytest.skip(f"no lab can be made here: {reason}")
+pytestmark = pytest.mark.usefixtures("possible")
 
 
 @pytest.fixture(scope="module")
@@ -383,6 +379,26 @@ with Lab(hosts=2) as lab:
 """
 
 
+def struck(process, namespaces_of, mark, blow):
+    """Send a signal to a process whose lab has two hosts and four sleepers; what it then says.
+
+    Nothing of the lab may be left.
+    """
+    try:
+        namespaces = namespaces_of(process.stdout)
+        assert len(set(namespaces)) == 2
+        assert eventually(lambda: sleepers(mark) == 4)
+        assert users_of(namespaces)
+        process.send_signal(blow)
+        _, complaints = process.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        process.kill()
+        process.communicate()
+    assert eventually(lambda: not processes_with(mark)), processes_with(mark)
+    assert eventually(lambda: not users_of(namespaces)), users_of(namespaces)
+    return complaints
+
+
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_however_the_owner_ends(blow):
     mark = new_mark()
@@ -390,20 +406,9 @@ def test_nothing_is_left_however_the_owner_ends(blow):
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, mark], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    try:
-        namespaces = json.loads(owner.stdout.readline())
-        assert len(set(namespaces)) == 2
-        # Two of the run, one of start and the one that this one left to itself.
-        assert eventually(lambda: sleepers(mark) == 4)
-        assert users_of(namespaces)
-        owner.send_signal(blow)
-        _, complaints = owner.communicate(timeout=PATIENCE_SECONDS)
-    finally:
-        owner.kill()
-        owner.communicate()
+    # The sleepers: two of the run, one of start and the one that this one left to itself.
+    complaints = struck(owner, lambda said: json.loads(said.readline()), mark, blow)
     assert (b"KeyboardInterrupt" in complaints) == (blow == signal.SIGINT)
-    assert eventually(lambda: not processes_with(mark)), processes_with(mark)
-    assert eventually(lambda: not users_of(namespaces)), users_of(namespaces)
     assert not processes_with(f"thinwire.lab.holder {owner.pid}")
     assert socket.if_nameindex() == interfaces
 

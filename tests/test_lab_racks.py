@@ -6,17 +6,10 @@ import subprocess
 import pytest
 from test_lab import EXCHANGE, PYTHON, rate_is, shell
 
-from thinwire.lab import Lab, read_links, why_not
+from thinwire.lab import Lab, read_links
 from thinwire.lab.topology import lay_out
 
 ports = itertools.count(31000)
-
-
-@pytest.fixture(scope="module")
-def possible():
-    reason = why_not()
-    if reason:
-        pytest.skip(f"no lab can be made here: {reason}")
 
 
 @pytest.fixture(scope="module")

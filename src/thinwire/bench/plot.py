@@ -8,7 +8,6 @@ from thinwire.bench.columns import machine_line, short, title_of
 from thinwire.bench.family import FAMILIES
 from thinwire.bench.labels import place
 from thinwire.bench.result import Group, Report, speed
-from thinwire.report import figure as report_figure
 from thinwire.report.figure import (
     COLORS,
     INK,
@@ -23,11 +22,6 @@ MARKERS = ("o", "s", "^", "D", "P", "X")
 SPEEDS = ("#0072B2", "#E69F00")  # encode, decode
 WIDTH = 5.4  # of a panel, in inches
 FEWEST = 6  # compressors that there is room for: one alone would have bars like walls
-
-
-def require_matplotlib() -> None:
-    """Raise MissingExtraError if matplotlib is not there."""
-    report_figure.require_matplotlib("thinwire bench --plot")
 
 
 def height_of(group: Group) -> float:

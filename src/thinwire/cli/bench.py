@@ -154,9 +154,9 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     if plot is not None:
         if plot.suffix not in (".png", ".html"):
             raise SettingError(f"--plot: expected a file named .png or .html, got {plot}")
-        from thinwire.bench.plot import require_matplotlib
+        from thinwire.report import require_matplotlib
 
-        require_matplotlib()
+        require_matplotlib("thinwire bench --plot")
     for path in (plot, arguments.out):
         if path is None:
             continue

@@ -136,6 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         settings = _settings(arguments)
         _check_output(arguments.out)
+        from thinwire.compare.method import read
         from thinwire.compare.progress import shown
         from thinwire.compare.run import Comparison
         from thinwire.report import require_matplotlib
@@ -151,9 +152,9 @@ def run(arguments: argparse.Namespace) -> int:
     if document["interrupted"]:
         print("thinwire compare: interrupted", file=sys.stderr)
         return INTERRUPTED
-    asked = {method.name for method in comparison.methods} - set(settings.baselines)
-    bad = [m for m in document["methods"] if m["name"] in asked | {BASELINE}]
-    return int(any(m["error"] or m["diverged"] for m in bad))
+    asked = {BASELINE, *(read(name).name for name in settings.methods)}
+    found = [method for method in document["methods"] if method["name"] in asked]
+    return int(any(method["error"] or method["diverged"] for method in found))
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
@@ -228,6 +229,8 @@ def _links(arguments: argparse.Namespace) -> tuple[int, tuple[str, ...]]:
         hosts = len(rates)
     else:
         rates = [arguments.link or LINK] * hosts
+    if hosts < 2:
+        raise SettingError("--hosts must be at least 2: one host has nobody to send to")
     if (arguments.inter is None) != (arguments.racks == 1):
         raise SettingError("--racks and --inter go together: --racks 2 --inter 20mbit")
     if arguments.racks > hosts:
@@ -271,5 +274,6 @@ def _show(document: dict[str, Any], folder: Path) -> None:
 
     print_document(document, console())
     sys.stdout.flush()
+    print("drawing the report ...", file=sys.stderr, flush=True)
     page, *_ = write(document, folder)
     print(f"wrote {page}, with its pictures and data.json beside it", file=sys.stderr)

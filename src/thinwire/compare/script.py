@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from thinwire.compare.events import beside_a_script, tell
+from thinwire.compare.events import tell
 from thinwire.compare.settings import START_SECONDS
 
 
@@ -28,7 +28,6 @@ def main(plan: dict[str, Any], script: str, arguments: list[str]) -> None:
 
     from thinwire.compare.method import read
 
-    beside_a_script()
     rank = int(os.environ["RANK"])
     if rank == 0:
         tell("begin", job=0)

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.compare.analysis import window_of
+
 Array = NDArray[np.float64]
 POINTS = 240  # of a curve: more than a page has pixels between its bends
-SMOOTH = 20  # a trailing mean goes over this part of all steps, from LEAST to SMOOTH of them
-LEAST = 5
 
 
 class Curve(NamedTuple):
@@ -24,9 +24,9 @@ class Curve(NamedTuple):
 
 
 def window(document: dict[str, Any]) -> int:
-    """Steps of the trailing mean over losses, the same for all methods."""
+    """Steps of the trailing mean over losses, the same for all methods: as results are taken."""
     steps = max((len(r["losses"]) for m in document["methods"] for r in m["runs"]), default=0)
-    return max(1, min(steps, max(LEAST, min(SMOOTH, steps // SMOOTH))))
+    return window_of(steps)
 
 
 def loss_curve(runs: list[dict[str, Any]], axis: str, window: int) -> Curve | None:

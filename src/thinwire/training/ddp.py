@@ -173,9 +173,11 @@ def _choices(
         some = ", ".join(list(parameters)[:3])
         raise ValueError(f"exclude: no parameter is named like {unmatched[0]!r} (there are {some})")
     fixed = None if callable(compressor) else compressor_of(compressor)
+    # What sends all as it is anyway takes whole buckets, as they lie in memory.
+    whole = fixed is not None and fixed.lossless and fixed.summable
     found: dict[str, Compressor | None] = {}
     for name, parameter in parameters.items():
-        small = parameter.dim() < 2 or parameter.numel() < min_numel
+        small = not whole and (parameter.dim() < 2 or parameter.numel() < min_numel)
         if small or any(fnmatchcase(name, pattern) for pattern in exclude):
             found[name] = None
         elif fixed is not None:
