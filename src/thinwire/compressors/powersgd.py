@@ -107,8 +107,9 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
     By Householder reflections, which give orthonormal columns also for columns that are zero or
     depend on each other (where Gram-Schmidt divides by nothing), in float64: all ranks get the same
-    bits as long as they run the same library.
+    bits as long as they run the same library. Rows lie together, as they do in what a checkpoint
+    gives back: products of the same matrix in another layout round differently.
     """
     wide = matrix.double()
     q: Tensor = torch.linalg.qr(wide / wide.abs().amax().clamp_min(TINY))[0]
-    return q.to(matrix.dtype)
+    return q.to(matrix.dtype).contiguous()
