@@ -11,7 +11,7 @@ import pytest
 import thinwire as tw
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("compressors", "collectives", "feedback", "methods", "training", "workloads")
+ROOMS = (*("compressors", "collectives", "feedback", "methods", "optim", "training", "workloads"),)
 MODULES = [
     f"thinwire.{room}.{module.name}"
     for room in ROOMS
