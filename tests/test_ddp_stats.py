@@ -87,7 +87,7 @@ def test_stats_are_those_of_the_exchanges(told):
     for found in told.values():
         stats, accounts = found["stats"], found["accounts"]
         rows, total = stats["tensors"], stats["total"]
-        assert stats.keys() == {"step", "tensors", "total", "seconds"}
+        assert stats.keys() == {"step", "tensors", "total", "seconds", "policy", "decisions"}
         assert rows.keys() == parameters.keys()
         assert total.keys() == TOTAL
         assert stats["step"] == 5

@@ -119,8 +119,11 @@ REFUSED = {
     "bare": (lambda: tw.attach(net(), "none"), "TypeError: attach takes a DistributedDataParallel"),
     "list": (lambda: tw.attach([], "none"), "TypeError: attach takes a DistributedDataParallel"),
     "spec": (lambda: wired("topq:0.1"), "ValueError: "),
-    "number": (lambda: wired(0.1), "TypeError: expected a compressor or a spec"),
-    "function": (lambda: wired(lambda name: 3), "TypeError: expected a compressor or a spec"),
+    "number": (lambda: wired(0.1), "TypeError: expected a policy, a compressor or a s"),
+    "function": (
+        lambda: wired(lambda name: 3),
+        "TypeError: expected a policy, a compressor or a s",
+    ),
     "feedback": (lambda: wired(feedback="ef22"), "ValueError: "),
     "granularity": (lambda: wired(granularity="layer"), "ValueError: granularity must be 'bucket'"),
     "collective": (lambda: wired(collective="ring"), "ValueError: collective must be one of auto"),

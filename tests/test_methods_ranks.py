@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.compressors.joint import normal as drawn
-from thinwire.methods.named import methods, recipe_of
 from thinwire.methods.unit import Unit
+from thinwire.policies.named import methods, recipe_of
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 

@@ -78,6 +78,20 @@ if TYPE_CHECKING:
     )
     from thinwire.kernels import Key
     from thinwire.methods import Reducer
+    from thinwire.policies import (
+        Accuracy,
+        Auto,
+        Bandwidth,
+        Layerwise,
+        Magnitude,
+        Policy,
+        Progressive,
+        Ramp,
+        Rule,
+        Solve,
+        Warmup,
+        parse_policy,
+    )
     from thinwire.telemetry import track
     from thinwire.training import Wire, attach, check_replicas
     from thinwire.wire import Payload, decode, pack, unpack
@@ -92,6 +106,9 @@ __all__ = [
     "QSGD",
     "ARCTopK",
     "Account",
+    "Accuracy",
+    "Auto",
+    "Bandwidth",
     "Bernoulli",
     "Cast",
     "Chain",
@@ -100,7 +117,9 @@ __all__ = [
     "FrameError",
     "Handle",
     "Key",
+    "Layerwise",
     "Lossless",
+    "Magnitude",
     "MemoryLimitError",
     "MismatchError",
     "MissingExtraError",
@@ -110,12 +129,17 @@ __all__ = [
     "OneBit",
     "Payload",
     "PeerError",
+    "Policy",
     "PowerSGD",
+    "Progressive",
     "Quantize",
+    "Ramp",
     "RandomK",
     "Reducer",
     "ReplicaError",
+    "Rule",
     "ScaledSign",
+    "Solve",
     "TernGrad",
     "ThinwireError",
     "ThinwireWarning",
@@ -123,6 +147,7 @@ __all__ = [
     "Tiered",
     "TopK",
     "Vote",
+    "Warmup",
     "Wire",
     "__version__",
     "all_gather",
@@ -140,6 +165,7 @@ __all__ = [
     "pack",
     "parse",
     "parse_feedback",
+    "parse_policy",
     "pipe_recv",
     "pipe_send",
     "pipe_wait",
@@ -160,6 +186,7 @@ _ROOMS = (
     "collectives",
     "feedback",
     "methods",
+    "policies",
     "training",
 )
 

@@ -29,7 +29,7 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from thinwire.methods.named import methods
+    from thinwire.policies.named import methods
 
     keys = ("usage", "made of", "description")
     rows = methods()

@@ -1,5 +1,6 @@
 """Giving a DDP model its method."""
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.compare.method import Method
-from thinwire.compressors import Joint, parse
+from thinwire.compressors import Joint
 from thinwire.kernels import Key
+from thinwire.policies.registry import policy_of
 from thinwire.training.ddp import attach
 from thinwire.training.wire import Wire
 from thinwire.wire import decode, pack
@@ -46,10 +48,11 @@ def ddp_options(method: Method) -> dict[str, Any]:
 
 def warm_up(method: Method) -> None:
     """Have the kernels of a method compiled, or loaded, before anything is timed."""
-    if method.kind != "thinwire" or isinstance(compressor := parse(method.compressor), Joint):
+    if method.kind != "thinwire":
         return
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
-    for residual in (None, torch.zeros(5000)):
+    used = [c for c in policy_of(method.compressor).compressors if not isinstance(c, Joint)]
+    for compressor, residual in product(used, (None, torch.zeros(5000))):
         try:
             payload = compressor.encode(x, residual=residual, key=Key(0))
         except ValueError:

@@ -4,6 +4,7 @@ ddp                    DistributedDataParallel as it is
 torch:fp16, :bf16      PyTorch's own hooks
 torch:powersgd[:RANK]
 COMPRESSOR[+FEEDBACK]  thinwire, as in "topk:0.01|quantize:4+ef14"; without a feedback "auto"
+POLICY[+FEEDBACK]      thinwire, as in "auto" or "warmup:50,(topk:0.01)+ef14"
 script                 a user's script just as it is written
 """
 
@@ -74,7 +75,7 @@ def read(text: str) -> Method:
         return Method(name, _TITLES[name], "script" if name == "script" else "torch")
     if name.startswith("torch:"):
         return _powersgd(name)
-    from thinwire.methods.named import recipe_of
+    from thinwire.policies.named import recipe_of
 
     try:
         recipe = recipe_of(name)
@@ -86,14 +87,14 @@ def read(text: str) -> Method:
     compressor, *feedback = _PLUS.split(name)
     if len(feedback) > 1:
         raise SettingError(f"{text!r}: a method is COMPRESSOR or COMPRESSOR+FEEDBACK")
-    from thinwire.compressors import parse
     from thinwire.feedback import feedback_for
+    from thinwire.policies.registry import policy_of
 
     try:
-        chosen = parse(compressor)
-        remembering = feedback_for(chosen, feedback[0] if feedback else "auto")
+        chosen = policy_of(compressor)
+        remembering = feedback_for(chosen.main, feedback[0] if feedback else "auto")
     except (TypeError, ValueError) as error:
-        known = "ddp, torch:fp16, torch:bf16, torch:powersgd or COMPRESSOR[+FEEDBACK]"
+        known = "ddp, torch:fp16, torch:bf16, torch:powersgd, COMPRESSOR or POLICY[+FEEDBACK]"
         raise SettingError(f"{text!r} is no method ({known}): {error}") from None
     name = str(chosen) if remembering.name == "none" else f"{chosen}+{remembering}"
     return Method(name, name, "thinwire", str(chosen), str(remembering))

@@ -1,6 +1,14 @@
 """Checks of settings that several compressors share; each raises ValueError with the fix."""
 
+import math
 from typing import Any
+
+
+def threshold(who: str, field: str, value: Any) -> None:
+    """A positive magnitude."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise ValueError(f"{who}: {field} must be positive and finite, got {value!r}")
 
 
 def fraction(who: str, field: str, value: Any) -> None:

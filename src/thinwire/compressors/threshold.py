@@ -1,8 +1,8 @@
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from thinwire import kernels
+from thinwire.compressors import check
 from thinwire.compressors.base import Request
 from thinwire.compressors.sparsifier import Selection, Sparsifier
 
@@ -30,9 +30,7 @@ class Threshold(Sparsifier):
     name: ClassVar[str] = "threshold"
 
     def __post_init__(self) -> None:
-        number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
-        if not number or not 0 < self.value < math.inf:
-            raise ValueError(f"Threshold: value must be positive and finite, got {self.value!r}")
+        check.threshold("Threshold", "value", self.value)
         object.__setattr__(self, "value", float(self.value))
 
     def select(self, request: Request) -> Selection | None:

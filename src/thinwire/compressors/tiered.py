@@ -20,13 +20,15 @@ class Tiered(Compressor):
 
     The k = max(1, ceil(d * ratio)) largest go through `large`, the tensor without them through
     `small`, whose scales are no longer stretched by the outliers. What is sent is the sum of both.
+    With `above` the large ones are those of at least that magnitude, however many.
     Where `small` does not send zero as zero (OneBit, affine), a tensor with values within a factor
     of two of the largest finite number counts as non-finite.
 
     Args:
-        ratio: share of elements that count as large, in (0, 1].
+        ratio: share of elements that count as large, in (0, 1]; 0 if `above` says that.
         large: compressor of the large ones.
         small: compressor of the rest.
+        above: smallest magnitude that counts as large, instead of a share.
 
     Example:
         >>> import torch, thinwire as tw
@@ -38,13 +40,20 @@ class Tiered(Compressor):
     Training and Inference of Neural Networks, 2018.
     """
 
-    ratio: float
+    ratio: float = 0.0
     large: Compressor = field(default=Cast("fp16"))
     small: Compressor = field(default=Quantize(2))
+    above: float = 0.0
     name: ClassVar[str] = "tiered"
 
     def __post_init__(self) -> None:
-        check.fraction("Tiered", "ratio", self.ratio)
+        if self.above:
+            if self.ratio:
+                raise ValueError("Tiered: either ratio or above says what is large, got both")
+            check.threshold("Tiered", "above", self.above)
+            object.__setattr__(self, "above", float(self.above))
+        else:
+            check.fraction("Tiered", "ratio", self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
         for name, value in (("large", self.large), ("small", self.small)):
             stages = getattr(value, "stages", (value,))
@@ -65,7 +74,11 @@ class Tiered(Compressor):
 
     def encode_flat(self, request: Request) -> Encoded | None:
         x, r, dtype, key = request
-        chosen = kernels.on(x.device).top_k(x, r, kept(request.numel, self.ratio))
+        own = kernels.on(x.device)
+        if self.above:
+            chosen = own.above(x, r, self.above)
+        else:
+            chosen = own.top_k(x, r, kept(request.numel, self.ratio))
         if chosen is None:
             return None
         positions, values = chosen
@@ -74,8 +87,8 @@ class Tiered(Compressor):
         rest[at] = 0
         key = key.substream()
         low = self.small.encode_flat(Request(rest, None, dtype, key))
-        if low is None:
-            return None
+        if low is None or not positions.numel():
+            return low
         # Whatever `small` says of the large ones' places, `large` sends the difference.
         extent = Extent(dtype, request.numel)
         low_known = low.known or low.code.open(low.sections, extent)

@@ -85,6 +85,13 @@ class Turn(ABC):
     def after(self) -> None:
         """Write the result of a finite exchange to `x`."""
 
+    def alone(self) -> None:
+        """The same in a group of one, where all that there is to send is the result."""
+        if self.residual is not None:
+            self.tensor.add_(self.residual)
+            self.residual.zero_()
+        self.after()
+
     @abstractmethod
     def commit(self) -> None:
         """Bring the memory up to date."""

@@ -103,6 +103,10 @@ class _Turn(Turn):
         torch.add(self._memory["mean"].read(), self.tensor, out=self._mean)
         self.x.copy_(self._mean)
 
+    def alone(self) -> None:
+        self._mean.copy_(self._v)  # what h + (v - h) is but for rounding
+        self.x.copy_(self._mean)
+
     def commit(self) -> None:
         assert self.residual is not None
         self._memory["mean"].write(self._mean)

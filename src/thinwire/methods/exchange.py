@@ -70,10 +70,12 @@ class Exchange:
             if measure is not None:
                 measure(unit, turn)
 
-    def finish(self, account: Account) -> None:
+    def finish(self, account: Account, alone: bool = False) -> None:
         """Write the results to the tensors."""
         for unit, flat, turn in zip(self.units, self._flats, self.turns, strict=True):
-            if account.finite:
+            if account.finite and alone:
+                turn.alone()
+            elif account.finite:
                 turn.after()
             else:
                 flat.fill_(torch.nan)
@@ -87,11 +89,7 @@ class Exchange:
         self.prepare(None)
         account = self.handle.account
         account.finite = all(bool(torch.isfinite(turn.tensor).all()) for turn in self.turns)
-        for turn in self.turns if account.finite else ():
-            if turn.residual is not None:
-                turn.tensor.add_(turn.residual)
-                turn.residual.zero_()
-        self.finish(account)
+        self.finish(account, alone=True)
 
     def commit(self) -> None:
         """Remember what it left out. The reducer does this itself unless told that it comes later;

@@ -1,6 +1,7 @@
 """One backward pass of a DDP model, seen from its hook."""
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from thinwire.collectives.handle import Handle
 from thinwire.errors import MismatchError, PeerError
 from thinwire.methods.exchange import Exchange
+from thinwire.training.planner import Piece
 
 Future = torch.futures.Future[Tensor]
 
@@ -45,7 +47,11 @@ class Pass:
     """
 
     def __init__(self) -> None:
+        self.begin = time.perf_counter()
         self.arrived: dict[str, Tensor] = {}
+        self.pieces: dict[str, Piece] = {}
+        self.buckets: list[list[str]] = []  # names, in the order of arrival
+        self.replayed = 0  # buckets of a loaded layout that are whole
         self.exchanges: list[Exchange] = []
         self.handles: list[Handle] = []  # of the exchanges and of all else
         self.errors: list[BaseException] = []
@@ -86,6 +92,14 @@ class Pass:
             if error is not None and not isinstance(error, SpoiledError):
                 self.errors.append(error)
 
+    def came_to(self) -> tuple[float, float, float]:
+        """Seconds on the network and with compression, and bytes, of all exchanges."""
+        accounts = [exchange.handle.account for exchange in self.exchanges]
+        seconds = [account.seconds for account in accounts]
+        network = sum(each.get("network", 0.0) for each in seconds)
+        codec = sum(each.get("encode", 0.0) + each.get("decode", 0.0) for each in seconds)
+        return network, codec, float(sum(account.wire_bytes for account in accounts))
+
     def _complete(self, update: Callable[[Bucket], Any]) -> None:
         with self._lock:
             for bucket in self._buckets:
@@ -97,3 +111,21 @@ class Pass:
             if bucket.dense is not None:
                 result = bucket.dense.to_sparse(bucket.buffer.sparse_dim())
             bucket.future.set_result(result)
+
+
+def queue_callback(callback: Callable[[], None]) -> bool:
+    """Have the autograd engine call this when its backward pass ends; False if there is none."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    return True
+
+
+def raise_first(errors: list[BaseException]) -> None:
+    """Raise the first error as itself; the others are noted."""
+    first, *others = errors
+    for other in others:
+        if str(other) != str(first):
+            first.add_note(f"also: {type(other).__name__}: {other}")
+    raise first

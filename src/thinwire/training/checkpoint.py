@@ -6,7 +6,8 @@ from the model: what is not a tensor would be pickled.
 
     thinwire_ranks    [ranks]             1 each
     run               [4]                 step, seed in two halves, scale as bits
-    tensors           [tensors, 6]        steps, turn, order, unit, place, dense; -1 for none
+    tensors           [tensors, 4]        steps, turn, bucket, place in it; -1 for none
+    policy            [numbers]           what the policy knows, the same on all ranks
     state.PART.NAME   [ranks, numel]      what is remembered
     recalled.PART.NAME                    what a joint compressor finds again, the same on all ranks
 """
@@ -47,6 +48,7 @@ class Checkpoint:
             RANKS: self._sharded(torch.ones(1, dtype=torch.int64), saved),
             "run": torch.tensor([own["step"], *divmod(reducer["seed"], HALF), _bits(own["scale"])]),
             "tensors": self._table(own),
+            "policy": torch.tensor(own["policy"], dtype=torch.float64),
         }
         for part in self._wire.reducer.feedback.parts:
             for name, parameter in self._wire.remembered().items():
@@ -64,9 +66,11 @@ class Checkpoint:
     def _recalled(self) -> list[tuple[str, str, tuple[int, ...], Tensor]]:
         """What joint compressors find again: name, part, shape, and a tensor of its type."""
         rows = []
+        steering = self._wire.steering
         for name, parameter in self._wire._parameters.items():
-            compressor = self._wire._planner.compressor_of(name)
-            if isinstance(compressor, Joint):
+            compressor = steering.compressor_of(name)
+            # Of choices that change, the next process cannot know the shapes before it has loaded.
+            if isinstance(compressor, Joint) and steering.chooser.fixed:
                 wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
                 like = torch.empty(0, dtype=wide, device=parameter.device)
                 for part, shape in compressor.recalls(parameter.shape).items():
@@ -92,14 +96,13 @@ class Checkpoint:
         recalled: dict[str, dict[str, Tensor]] = {}
         for name, part, _, _ in self._recalled():
             recalled.setdefault(name, {})[part] = state[f"recalled.{part}.{name}"].clone()
-        layout, dense = _layout(names, table)
         wire.load_state_dict(
             {
                 "version": 1,
                 "step": step,
                 "scale": _number(scale),
-                "layout": layout,
-                "dense": dense,
+                "layout": _layout(names, table),
+                "policy": state["policy"].tolist(),
                 "reducer": {
                     "seed": high * HALF + low,
                     "feedback": str(wire.reducer.feedback),
@@ -112,10 +115,7 @@ class Checkpoint:
 
     def _table(self, own: dict[str, Any]) -> Tensor:
         places = {
-            name: (i, j, k, int(dense))
-            for i, (order, dense) in enumerate(zip(own["layout"], own["dense"], strict=True))
-            for j, unit in enumerate(order)
-            for k, name in enumerate(unit)
+            name: (i, j) for i, names in enumerate(own["layout"]) for j, name in enumerate(names)
         }
         reducer = own["reducer"]
         rows = []
@@ -123,8 +123,8 @@ class Checkpoint:
             kept = reducer["tensors"].get(name, {})
             steps = kept["steps"] if len(kept) > 1 else -1
             turn = reducer["turns"].get(name, 0)
-            rows.append([steps, turn, *places.get(name, (-1, -1, -1, -1))])
-        return torch.tensor(rows, dtype=torch.int64).view(-1, 6)
+            rows.append([steps, turn, *places.get(name, (-1, -1))])
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
 
     def _mean(self, rows: Tensor, saved: int) -> Tensor:
         """Of the rows of all ranks that saved, which are now spread over those that load."""
@@ -163,19 +163,13 @@ class Checkpoint:
         raise ValueError(f"{self._path} holds no state of a wire")
 
 
-def _layout(names: list[str], table: list[list[int]]) -> tuple[list[list[list[str]]], list[bool]]:
-    """Orders of units of names, from each name's place."""
-    orders: dict[int, dict[int, dict[int, str]]] = {}
-    dense: dict[int, bool] = {}
-    for name, (_, _, i, j, k, plain) in zip(names, table, strict=True):
+def _layout(names: list[str], table: list[list[int]]) -> list[list[str]]:
+    """Buckets of names, from each name's place."""
+    buckets: dict[int, dict[int, str]] = {}
+    for name, (_, _, i, j) in zip(names, table, strict=True):
         if i >= 0:
-            orders.setdefault(i, {}).setdefault(j, {})[k] = name
-            dense[i] = bool(plain)
-    layout = [
-        [[unit[k] for k in sorted(unit)] for _, unit in sorted(order.items())]
-        for _, order in sorted(orders.items())
-    ]
-    return layout, [dense[i] for i in sorted(dense)]
+            buckets.setdefault(i, {})[j] = name
+    return [[own[j] for j in sorted(own)] for _, own in sorted(buckets.items())]
 
 
 def _bits(scale: float | None) -> int:

@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives.start import Timeout, compressor_of
+from thinwire.collectives.start import Timeout
 from thinwire.compressors import Compressor
-from thinwire.feedback import DGC, Feedback, Vote
-from thinwire.methods.named import recipe_of
+from thinwire.feedback import DGC, Feedback, NoFeedback, Vote, feedback_for
 from thinwire.methods.reducer import Reducer, check_collective
+from thinwire.policies.base import Policy
+from thinwire.policies.fixed import ByName, Fixed
+from thinwire.policies.named import recipe_of
+from thinwire.policies.registry import policy_of
 from thinwire.training.momentum import take_momentum, with_momentum
 from thinwire.training.names import parameter_names, unwrapped
-from thinwire.training.planner import Planner
+from thinwire.training.steering import Steering, targets_of
 from thinwire.training.wire import Wire
 
 log = logging.getLogger("thinwire")
@@ -45,7 +48,7 @@ def _hook(
 
 def attach(
     model: nn.Module,
-    compressor: Compressor | str | Callable[[str], Choice],
+    compressor: Compressor | Policy | str | Callable[[str], Choice],
     *,
     feedback: Feedback | str = "auto",
     granularity: str = "bucket",
@@ -69,9 +72,10 @@ def attach(
     Args:
         model: a DistributedDataParallel module without a communication hook (torch.compile around
             it or inside it is fine).
-        compressor: a compressor, its spec ("topk:0.01"), a method's name ("dgc:0.001", see
-            `thinwire methods`), or a function from a parameter's name to a compressor or its spec,
-            or to None for what is to travel as it is.
+        compressor: a compressor or a policy that chooses one, the spec of either ("topk:0.01",
+            "auto", see docs/policies.md), a method's name ("dgc:0.001", see `thinwire methods`), or
+            a function from a parameter's name to a compressor or its spec, or to None for what is
+            to travel as it is.
         feedback: what is remembered of what was left out: "none", "ef14", "ef21", "ef21m:0.1" or an
             object; "auto" is EF14, or none where nothing is lost or the compressor is unbiased.
         granularity: "bucket" compresses all tensors of one of DDP's buckets as one, which is
@@ -86,7 +90,7 @@ def attach(
         measure_every: steps between two measurements of the compression error; 0 for never.
 
     Returns:
-        The wire: `stats`, `summary`, `state_dict`, `load_state_dict`, `detach`.
+        The wire: `stats`, `summary`, `explain`, `state_dict`, `load_state_dict`, `detach`.
 
     Example:
         model = DistributedDataParallel(net)
@@ -112,10 +116,11 @@ def attach(
         if not parameter.is_floating_point():
             raise TypeError(f"{name}: DDP hooks cannot carry {parameter.dtype} parameters")
     recipe = recipe_of(compressor) if isinstance(compressor, str) else None
+    given: Any = compressor
     if recipe is not None:
         if feedback != "auto":
             raise ValueError(f"{recipe.name} has a feedback of its own, got {feedback!r}")
-        compressor, feedback = recipe.compressor, recipe.feedback
+        given, feedback = recipe.policy, recipe.feedback
         collective = recipe.collective if collective == "auto" else collective
         if recipe.momentum:
             if optimizer is None:
@@ -126,13 +131,12 @@ def attach(
             raise ValueError(
                 f"{recipe.name} depends on the size of gradients, so it takes no scaler="
             )
-    choices = _choices({n: p for p, n in named}, compressor, min_numel, patterns)
-    used = {choice for choice in choices.values() if choice is not None}
-    for choice in used:
-        check_collective(collective, choice)
+    policy, large = _policy(given, {n: p for p, n in named}, min_numel, patterns)
+    for each in policy.compressors:
+        check_collective(collective, each)
     group = ddp.process_group
     reducer = Reducer(
-        min(used, key=str) if used else "none",
+        policy.main,
         feedback=feedback,
         collective=collective,
         group=group,
@@ -140,9 +144,20 @@ def attach(
         timeout=timeout,
         seed=seed,
     )
+    governed = {name: p for name, p in parameters.items() if name in large}
+    steering = Steering(
+        policy,
+        targets_of(ddp.module, governed),
+        size=dist.get_world_size(group),
+        feedback=not isinstance(feedback_for(policy.main, feedback), NoFeedback),
+        device=next(iter(parameters.values())).device,
+        group=group,
+        timeout=timeout,
+    )
     wire = Wire(
         reducer,
-        Planner(choices.__getitem__, granularity),
+        steering,
+        granularity,
         {id(parameter): name for parameter, name in named},
         parameters,
         group=group,
@@ -151,45 +166,35 @@ def attach(
         scaler=scaler,
         check_every=check_every,
         measure_every=measure_every,
-        ramp=None if recipe is None else recipe.ramp,
     )
     _plug_in(ddp, wire)
     if recipe is not None and recipe.momentum:
         assert isinstance(feedback, DGC)
         wire.on_detach = take_momentum(optimizer, feedback)
-    _tell(parameters, {name: choices[name] for name in parameters})
+    _tell(parameters, {name: steering.compressor_of(name) for name in parameters})
     return wire
 
 
-def _choices(
-    parameters: dict[str, nn.Parameter],
-    compressor: Compressor | str | Callable[[str], Choice],
-    min_numel: int,
-    exclude: Sequence[str],
-) -> dict[str, Compressor | None]:
-    """Each tensor's compressor, None for what travels as it is."""
+def _policy(
+    given: Any, parameters: dict[str, nn.Parameter], min_numel: int, exclude: Sequence[str]
+) -> tuple[Policy, set[str]]:
+    """What chooses, and for which tensors; all others travel as they are."""
     unmatched = [p for p in exclude if not any(fnmatchcase(name, p) for name in parameters)]
     if unmatched:
         some = ", ".join(list(parameters)[:3])
         raise ValueError(f"exclude: no parameter is named like {unmatched[0]!r} (there are {some})")
-    fixed = None if callable(compressor) else compressor_of(compressor)
+    policy = None if callable(given) else policy_of(given)
     # What sends all as it is anyway takes whole buckets, as they lie in memory.
-    whole = fixed is not None and fixed.lossless and fixed.summable
-    found: dict[str, Compressor | None] = {}
-    for name, parameter in parameters.items():
-        small = not whole and (parameter.dim() < 2 or parameter.numel() < min_numel)
-        if small or any(fnmatchcase(name, pattern) for pattern in exclude):
-            found[name] = None
-        elif fixed is not None:
-            found[name] = fixed
-        else:
-            choice = compressor(name)  # type: ignore[operator]
-            try:
-                found[name] = None if choice is None else compressor_of(choice)
-            except (TypeError, ValueError) as error:
-                error.add_note(f"for parameter {name}")
-                raise
-    return found
+    whole = isinstance(policy, Fixed) and policy.main.lossless and policy.main.summable
+    large = {
+        name
+        for name, parameter in parameters.items()
+        if (whole or (parameter.dim() >= 2 and parameter.numel() >= min_numel))
+        and not any(fnmatchcase(name, pattern) for pattern in exclude)
+    }
+    if policy is None:
+        policy = ByName.of(given, [name for name in parameters if name in large])
+    return policy, large
 
 
 def _plug_in(ddp: DistributedDataParallel, wire: Wire) -> None:

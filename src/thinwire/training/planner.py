@@ -49,12 +49,8 @@ class Planner:
         self._choose, self._granularity = choose, granularity
         self.begin()
 
-    def compressor_of(self, name: str) -> Compressor | None:
-        return self._choose(name)
-
     def begin(self) -> None:
         """A new step."""
-        self.orders: list[Order] = []  # of this step, so far
         self._dense: list[Piece] = []
         self._joint: dict[Compressor, list[str]] = {}
 
@@ -82,7 +78,6 @@ class Planner:
                 by_type.setdefault(piece.dtype, []).append(piece.name)
             due.append(Order(None, tuple(map(tuple, by_type.values()))))
             self._dense = []
-        self.orders += due
         return due
 
     def _units(self, names: list[str]) -> tuple[tuple[str, ...], ...]:

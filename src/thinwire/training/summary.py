@@ -50,6 +50,8 @@ def stats_of(wire: "Wire", norms: bool = True) -> dict[str, Any]:
             "residual_norm": math.hypot(*known) if known else None,
         },
         "seconds": dict(ledger.seconds),
+        "policy": str(wire.policy),
+        "decisions": [decision._asdict() for decision in wire.decisions],
     }
 
 
@@ -104,6 +106,32 @@ def table_of(stats: dict[str, Any], rows: int) -> str:
     Console(file=out, width=110).print(table)
     times = ", ".join(f"{kind} {1e3 * s / steps:.1f} ms" for kind, s in stats["seconds"].items())
     return f"{out.getvalue().rstrip()}\na step: {times or 'nothing yet'}"
+
+
+def explanation_of(wire: "Wire") -> str:
+    """What `Wire.explain` returns."""
+    stats = stats_of(wire, norms=False)
+    governed, rest = wire.steering.targets, len(wire._parameters) - len(wire.steering.targets)
+    elements = sum(target.numel for target in governed.values())
+    feedback = wire.reducer.feedback
+    kept = "What is left out is remembered and sent later" if feedback.parts else "Nothing is kept"
+    lines = [
+        f"{wire.policy} decides on {len(governed)} tensors with {elements:,} elements; {rest} "
+        f"small or excluded ones always travel as they are. {kept} ({feedback}).",
+        *wire.steering.chooser.explain(),
+    ]
+    total, seconds = stats["total"], stats["seconds"]
+    if wire.step and total["bytes_sent"]:
+        waited = 1e3 * seconds.get("waiting", 0.0) / wire.step
+        lines.append(
+            f"In {wire.step} steps each rank sent {_bytes(total['bytes_sent'])} for gradients of "
+            f"{_bytes(total['bytes_in'])}, and waited {waited:.3g} ms a step for the network."
+        )
+    last = wire.decisions[-3:]
+    if last:
+        lines.append("The last decisions:")
+        lines += [f"  step {d.step}: {d.tensors}: {d.compressor} ({d.why})" for d in last]
+    return "\n".join(lines)
 
 
 def _bytes(count: float) -> str:

@@ -22,19 +22,26 @@ from thinwire.collectives.reduce import refuse
 from thinwire.collectives.start import Timeout
 from thinwire.compressors import Compressor
 from thinwire.feedback import EF14
+from thinwire.feedback.base import Turn
+from thinwire.kernels import Key
 from thinwire.methods.reducer import DENSE, Reducer
 from thinwire.methods.unit import Unit
+from thinwire.policies.base import Decision, Measured, Policy
+from thinwire.policies.layerwise import Layerwise
 from thinwire.telemetry import span
-from thinwire.training.backward import Bucket, Future, Pass
+from thinwire.training.backward import Bucket, Future, Pass, queue_callback, raise_first
 from thinwire.training.measure import Measurer
 from thinwire.training.planner import Order, Piece, Planner
 from thinwire.training.replicas import start_check
-from thinwire.training.summary import stats_of, table_of
+from thinwire.training.steering import Steering
+from thinwire.training.summary import explanation_of, stats_of, table_of
 
 log = logging.getLogger("thinwire")
 REPLAYS = 2  # DDP has formed its final buckets after so many backward passes
 
 GradBucket = Any  # torch.distributed.GradBucket has no types
+Look = Callable[[Unit, Turn, Compressor, Key], None]
+Layout = list[list[str]]  # names of the tensors in each bucket, in the order of arrival
 
 
 class Wire:
@@ -43,12 +50,14 @@ class Wire:
     Attributes:
         step: backward passes with an exchange so far.
         reducer: compressor, feedback and what is remembered of each tensor.
+        steering: the policy at work.
     """
 
     def __init__(
         self,
         reducer: Reducer,
-        planner: Planner,
+        steering: Steering,
+        granularity: str,
         names: Mapping[int, str],
         parameters: Mapping[str, Tensor],
         *,
@@ -58,21 +67,21 @@ class Wire:
         scaler: Any = None,
         check_every: int = 0,
         measure_every: int = 0,
-        ramp: Callable[[int], Compressor] | None = None,
     ) -> None:
-        self.reducer = reducer
+        self.reducer, self.steering = reducer, steering
         self.step = 0
-        self._planner, self._names, self._parameters = planner, names, parameters
+        self._planner = Planner(steering.compressor_of, granularity)
+        self._names, self._parameters = names, parameters
         self._group, self._timeout, self._scaler = group, timeout, scaler
         self._census = census  # whether parameters may be unused on all ranks
         self._check_every, self._measure_every = check_every, measure_every
         self._measurer = Measurer(reducer.ledger)
-        self._ramp = ramp
         self.on_detach: Callable[[], None] | None = None
         self._scale = 1.0  # of the loss, and with it of all that is remembered
-        self._replay: list[Order] = []  # the plan of the step that a loaded state comes from
+        self._replay: Layout = []  # the buckets of the step that a loaded state comes from
         self._replays = 0
-        self._layout: list[Order] = []  # the plan of the last whole step
+        self._layout: Layout = []  # the buckets of the last whole step
+        self._ended = time.perf_counter()  # the last backward pass
         self._writers: list[tuple[Any, int]] = []
         self._sparse: set[str] = set()
         self._socket: Any = None  # set by attach
@@ -119,6 +128,28 @@ class Wire:
         """Forget what was left out so far."""
         self.reducer.reset()
 
+    @property
+    def policy(self) -> Policy:
+        """That chooses each tensor's compressor."""
+        return self.steering.policy
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What the policy has changed, and why; the last thousand."""
+        return list(self.steering.journal.decisions)
+
+    def settings(self) -> Layerwise:
+        """What each tensor travels with now, as a policy of its own, to be saved or attached."""
+        return self.steering.settings()
+
+    def observe(self, value: float) -> None:
+        """Tell an `Accuracy` policy what a validation came to; on all ranks or some."""
+        self.steering.chooser.observe(float(value))
+
+    def explain(self) -> str:
+        """In plain words: what travels how, why, and what it brings."""
+        return explanation_of(self)
+
     # The hook.
 
     def carry(self, bucket: GradBucket) -> Future:
@@ -153,8 +184,9 @@ class Wire:
         for handle in self._pass.handles:  # of a backward pass that was broken off
             handle.ended()
         self._pass = Pass()
-        self._planner.begin()
         self.step += 1
+        self.steering.begin(self.step)
+        self._planner.begin()
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         if scale != self._scale:
             self.reducer.scale(scale / self._scale)
@@ -170,42 +202,57 @@ class Wire:
         self._pass.follow(refuse(error, tensor, self._group, self._timeout), set())
 
     def _receive(self, arrived: dict[str, Tensor], bucket: GradBucket, sparse: bool) -> None:
-        self._pass.arrived.update(arrived)
+        here = self._pass
+        here.arrived.update(arrived)
         pieces = [Piece(name, g.nbytes, g.dtype, sparse) for name, g in arrived.items()]
+        here.pieces.update({piece.name: piece for piece in pieces})
+        here.buckets.append(list(arrived))
         if sparse:
             for piece in pieces:
                 self._note_sparse(piece)
-        due = self._planner.add(pieces, bucket.is_last())
-        for order in self._replayed() if self._replay else due:
-            self._send(order)
-
-    def _replayed(self) -> list[Order]:
-        """The orders of the loaded plan whose turn has come."""
         due: list[Order] = []
-        for order in self._replay[len(self._pass.exchanges) :]:
-            if not order.names <= self._pass.arrived.keys():
+        if not self._replay:
+            due = self._planner.add(pieces, bucket.is_last())
+        while here.replayed < len(self._replay):  # those of the loaded buckets that are whole
+            names = self._replay[here.replayed]
+            if not here.arrived.keys() >= set(names):
                 break
-            due.append(order)
-        return due
+            here.replayed += 1
+            last = here.replayed == len(self._replay)
+            due += self._planner.add([here.pieces[name] for name in names], last)
+        for order in due:
+            self._send(order)
 
     def _send(self, order: Order) -> None:
         arrived = self._pass.arrived
         units = [Unit(names, [arrived[name] for name in names]) for names in order.units]
-        # Not the first step, which may be special (EF21 sends it uncompressed).
-        measured = self._measure_every and (self.step - 2) % self._measure_every == 0
         compressor = order.compressor
-        if compressor is not None and self._ramp is not None:
-            compressor = self._ramp(self.step)
         exchange = self.reducer.start(
             units,
             DENSE if compressor is None else compressor,
             later=self._scaler is not None,
             gate=self._pass.gate,
             census=self._census,
-            measure=self._measurer if measured and compressor is not None else None,
+            measure=self._measuring(compressor),
         )
         self._pass.exchanges.append(exchange)
         self._pass.follow(exchange.handle, order.names)
+
+    def _measuring(self, compressor: Compressor | None) -> Look | None:
+        """Who looks at what is about to be sent."""
+        # Not the first step, which may be special (EF21 sends it uncompressed).
+        due = self._measure_every and (self.step - 2) % self._measure_every == 0
+        errors = self._measurer if due and compressor is not None else None
+        watcher = self.steering.watcher(self.step)
+        if watcher is None:
+            return errors
+
+        def look(unit: Unit, turn: Turn, used: Compressor, key: Key) -> None:
+            watcher(unit, turn)
+            if errors is not None:
+                errors(unit, turn, used, key)
+
+        return look
 
     # The end of a backward pass.
 
@@ -213,13 +260,17 @@ class Wire:
         begin = time.perf_counter()
         with span("wait"):
             self._pass.wait()
+        end = time.perf_counter()
         ledger = self.reducer.ledger
-        ledger.add_seconds("waiting", time.perf_counter() - begin)
+        ledger.add_seconds("waiting", end - begin)
         ledger.fold()
         done, self._pass = self._pass, Pass()
+        before, self._ended = self._ended, end
         try:
             if not done.errors:
                 self._settle(done)
+                measured = Measured(end - before, begin - done.begin, end - begin, *done.came_to())
+                self.steering.end(self.step, measured)
         except Exception as error:
             done.errors.append(error)
         done.give_up()
@@ -235,13 +286,12 @@ class Wire:
         if self._scaler is not None and self._all_finite(done):
             for exchange in done.exchanges:
                 exchange.commit()
-        plan = self._planner.orders
         if self._replay:
             self._replays += 1
-            if self._replays >= REPLAYS or plan == self._replay:
+            if self._replays >= REPLAYS or done.buckets == self._replay:
                 self._replay = []
         else:
-            self._layout = plan
+            self._layout = done.buckets
         for writer, every in self._writers:
             if self.step % every == 0:
                 self._write(writer)
@@ -286,13 +336,12 @@ class Wire:
         ``torch.load(..., weights_only=True)`` reads it. For torch.distributed.checkpoint see
         `stateful`.
         """
-        layout = self._replay or self._layout
         return {
             "version": 1,
             "step": self.step,
             "scale": self._scale,
-            "layout": [[list(unit) for unit in order.units] for order in layout],
-            "dense": [order.compressor is None for order in layout],
+            "layout": [list(names) for names in self._replay or self._layout],
+            "policy": self.steering.state(),
             "reducer": self.reducer.state_dict(),
         }
 
@@ -317,31 +366,28 @@ class Wire:
         self.reducer.load_state_dict(
             first["reducer"] if isinstance(state, Mapping) else [s["reducer"] for s in states]
         )
+        self.steering.load(first["policy"], first["step"])
         self.step, self._scale = first["step"], first["scale"] or 1.0
         self._replay, self._layout, self._replays = layout, layout, 0
 
-    def _read_layout(self, state: Mapping[str, Any]) -> list[Order]:
-        orders = []
-        for units, dense in zip(state["layout"], state["dense"], strict=True):
-            names = tuple(tuple(unit) for unit in units)
-            unknown = [name for unit in names for name in unit if name not in self._parameters]
-            if unknown:
-                raise ValueError(
-                    f"the state has a parameter {unknown[0]!r} that the model has not, or does not "
-                    "train any more"
-                )
-            compressor = None if dense else self._planner.compressor_of(names[0][0])
-            orders.append(Order(compressor, names))
-        if {name for order in orders for name in order.names} != self._parameters.keys():
-            return []  # taken before the first step, or of another model: plan anew
-        return orders
+    def _read_layout(self, state: Mapping[str, Any]) -> Layout:
+        layout = [list(names) for names in state["layout"]]
+        known = {name for names in layout for name in names}
+        unknown = [name for names in layout for name in names if name not in self._parameters]
+        if unknown:
+            raise ValueError(
+                f"the state has a parameter {unknown[0]!r} that the model has not, or does not "
+                "train any more"
+            )
+        # Taken before the first step, or of another model: plan anew.
+        return layout if known == self._parameters.keys() else []
 
     def remembered(self) -> dict[str, Tensor]:
         """The parameters of which something may be remembered."""
         if not isinstance(self.reducer.feedback, EF14):
             return dict(self._parameters) if self.reducer.feedback.parts else {}
-        choose = self._planner.compressor_of
-        return {n: p for n, p in self._parameters.items() if choose(n) is not None}
+        governed = self.steering.targets
+        return {name: p for name, p in self._parameters.items() if name in governed}
 
     def stateful(self, path: Any = None) -> Any:
         """This wire for torch.distributed.checkpoint: ``dcp.save({"wire": wire.stateful()}, ...)``.
@@ -352,21 +398,3 @@ class Wire:
         from thinwire.training.checkpoint import Checkpoint
 
         return Checkpoint(self, path)
-
-
-def queue_callback(callback: Callable[[], None]) -> bool:
-    """Have the autograd engine call this when its backward pass ends; False if there is none."""
-    try:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-    except RuntimeError:
-        return False
-    return True
-
-
-def raise_first(errors: list[BaseException]) -> None:
-    """Raise the first error as itself; the others are noted."""
-    first, *others = errors
-    for other in others:
-        if str(other) != str(first):
-            first.add_note(f"also: {type(other).__name__}: {other}")
-    raise first

@@ -13,7 +13,6 @@ to know.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,8 +30,10 @@ from thinwire.compressors import (
 )
 from thinwire.compressors.spec import build, spec_of, usage
 from thinwire.feedback import DGC, EF14, EF21M, Feedback, NoFeedback, Vote
-
-WARMUP = (0.25, 0.0625, 0.015625, 0.004)  # densities of the paper's first four epochs
+from thinwire.policies.base import Policy
+from thinwire.policies.fixed import Fixed
+from thinwire.policies.schedule import DGC as STAGES
+from thinwire.policies.schedule import Ramp
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,24 @@ class Recipe:
 
     Args:
         name: its spec.
-        compressor: in the end, after a warm-up.
+        policy: what is chosen: a compressor, or one that comes after a warm-up.
         feedback: what is remembered.
         collective: that the paper uses, or "auto".
-        ramp: the compressor of a step, counted from 1, where it changes.
         momentum: whether it takes the place of the optimizer's momentum.
         clips: whether it looks at the size of gradients.
     """
 
     name: str
-    compressor: Compressor
+    policy: Policy
     feedback: Feedback
     collective: str = "auto"
-    ramp: Callable[[int], Compressor] | None = None
     momentum: bool = False
     clips: bool = False
+
+    @property
+    def compressor(self) -> Compressor:
+        """In the end."""
+        return self.policy.main
 
 
 @dataclass(frozen=True)
@@ -84,22 +88,10 @@ class Dgc:
 
     def recipe(self) -> Recipe:
         final = TopK(self.ratio)
-        stages = [TopK(density) for density in WARMUP if density > self.ratio]
-
-        def ramp(step: int) -> Compressor:
-            stage = (step - 1) // self.warmup
-            return stages[stage] if stage < len(stages) else final
-
+        stages = len(STAGES) * self.warmup
+        policy = Ramp(stages, final, shape="dgc") if self.warmup else Fixed(final)
         feedback = DGC(momentum=self.momentum, nesterov=self.nesterov, clip=self.clip)
-        return Recipe(
-            spec_of(self),
-            final,
-            feedback,
-            "gather",
-            ramp if self.warmup else None,
-            momentum=True,
-            clips=self.clip > 0,
-        )
+        return Recipe(spec_of(self), policy, feedback, "gather", momentum=True, clips=self.clip > 0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class SignSgd:
     name: ClassVar[str] = "signsgd"
 
     def recipe(self) -> Recipe:
-        return Recipe(spec_of(self), ScaledSign(), Vote(), "twoshot")
+        return Recipe(spec_of(self), Fixed(ScaledSign()), Vote(), "twoshot")
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,7 @@ class Signum:
     name: ClassVar[str] = "signum"
 
     def recipe(self) -> Recipe:
-        return Recipe(spec_of(self), ScaledSign(), Vote(momentum=self.momentum), "twoshot")
+        return Recipe(spec_of(self), Fixed(ScaledSign()), Vote(momentum=self.momentum), "twoshot")
 
 
 @dataclass(frozen=True)
@@ -134,7 +126,7 @@ class EfSignSgd:
     name: ClassVar[str] = "ef-signsgd"
 
     def recipe(self) -> Recipe:
-        return Recipe(spec_of(self), ScaledSign(), EF14(), "gather")
+        return Recipe(spec_of(self), Fixed(ScaledSign()), EF14(), "gather")
 
 
 @dataclass(frozen=True)
@@ -144,7 +136,7 @@ class OneBitSgd:
     name: ClassVar[str] = "1bit-sgd"
 
     def recipe(self) -> Recipe:
-        return Recipe(spec_of(self), OneBit(), EF14(), "twoshot")
+        return Recipe(spec_of(self), Fixed(OneBit()), EF14(), "twoshot")
 
 
 Named = Dgc | SignSgd | Signum | EfSignSgd | OneBitSgd
@@ -173,8 +165,8 @@ def recipe_of(spec: str) -> Recipe | None:
     """
     found = _QSGD.fullmatch(spec.strip())
     if found:
-        compressor = QSGD(2 ** (int(found[1]) - 1) - 1)
-        return Recipe(f"qsgd:{found[1]}bit", compressor, NoFeedback(), "gather")
+        policy = Fixed(QSGD(2 ** (int(found[1]) - 1) - 1))
+        return Recipe(f"qsgd:{found[1]}bit", policy, NoFeedback(), "gather")
     if spec.partition(":")[0].strip().lower() not in NAMED:
         return None
     return build(spec, "method", NAMED).recipe()

@@ -1,0 +1,271 @@
+"""What a policy is: it chooses a compressor for a named tensor at a step, the same on every rank.
+
+A policy is an immutable description; a chooser is one at work. A chooser decides from the step,
+from its settings, and from numbers of all ranks, which reach it in the same order everywhere:
+nothing else can differ between ranks, so its choices cannot.
+
+    choose(tensor, step)       before a step, for each tensor
+    watch(tensor, values)      in steps that it wants to see, what a tensor is about to send
+    report(measured)           after a step: numbers of this rank, always as many
+    learn(step, rows)          before the next step: those of all ranks
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.compressors import Compressor
+from thinwire.compressors.spec import spec_of
+
+log = logging.getLogger("thinwire")
+Choice = Compressor | None  # None: as it is
+KEPT = 1000  # decisions
+
+
+class Target(NamedTuple):
+    """A tensor that a policy chooses for.
+
+    Args:
+        kind: of the module it belongs to: "embedding", "linear", "conv", "norm" or "other".
+        last: whether it belongs to the last layer.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype = torch.float32
+    kind: str = "other"
+    last: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+class Measured(NamedTuple):
+    """What a step came to on this rank, in seconds and bytes."""
+
+    step: float  # from the end of the backward pass before to the end of this one
+    window: float  # from the first bucket of gradients to the end of backward
+    waiting: float  # for exchanges, when backward had ended
+    network: float  # of the thread that exchanges, waiting for other ranks included
+    codec: float  # encoding and decoding
+    num_bytes: float  # sent
+
+
+class Decision(NamedTuple):
+    """What changed, and why."""
+
+    step: int
+    tensors: str
+    compressor: str
+    why: str
+
+
+class Journal:
+    """The decisions of a policy, the last thousand of them."""
+
+    def __init__(self) -> None:
+        self.decisions: deque[Decision] = deque(maxlen=KEPT)
+
+    def note(self, step: int, tensors: str, choice: Choice | str, why: str) -> None:
+        chosen = "as it is" if choice is None else str(choice)
+        decision = Decision(step, tensors, chosen, why)
+        self.decisions.append(decision)
+        log.info("step %d: %s: %s (%s)", *decision)
+
+
+class Setting(NamedTuple):
+    """Where a policy works.
+
+    Args:
+        tensors: that it chooses for.
+        size: ranks of the group.
+        feedback: whether what is left out is remembered.
+        journal: for its decisions.
+    """
+
+    tensors: Sequence[Target]
+    size: int
+    feedback: bool
+    journal: Journal
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """Base of the policies: frozen dataclasses with a `name`, written as a spec by `str`."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def begin(self, setting: Setting) -> "Chooser":
+        """Start choosing."""
+
+    @property
+    @abstractmethod
+    def main(self) -> Compressor:
+        """What it comes to in the end, or at its strongest: that decides the feedback."""
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """Kinds that it may choose from: they must suit the collective."""
+        return (self.main,)
+
+    def __str__(self) -> str:
+        return spec_of(self)
+
+
+class Chooser:
+    """A policy at work, to be derived from.
+
+    Attributes:
+        fixed: choices never change, so that they are asked for once.
+        num_reports: how many numbers `report` gives.
+    """
+
+    fixed = False
+    num_reports = 0
+
+    def choose(self, tensor: Target, step: int) -> Choice:
+        """The compressor of a tensor at a step, counted from 1."""
+        raise NotImplementedError
+
+    def due(self, step: int) -> bool:
+        """Whether ranks tell each other their numbers after this step."""
+        return self.num_reports > 0
+
+    def watches(self, step: int) -> bool:
+        """Whether it wants to see tensors in this step."""
+        return False
+
+    def watch(self, tensor: Target, values: Tensor) -> None:
+        """What a tensor is about to send: the gradient with what was left out before, flat. Called
+        by the thread that exchanges."""
+
+    def report(self, measured: Measured) -> list[float]:
+        """What this rank has to say after a step."""
+        return []
+
+    def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
+        """What all ranks said after this step."""
+
+    def hold(self, held: bool) -> None:
+        """Whether somebody else chooses: it may learn then, but has nothing to decide."""
+
+    def observe(self, value: float) -> None:
+        """A validation came to this."""
+
+    def explain(self) -> list[str]:
+        """Sentences on what it does now, and why."""
+        return []
+
+    def state(self) -> list[float]:
+        """All that it knows, always as many numbers."""
+        return []
+
+    def load(self, state: Sequence[float]) -> None:
+        """Go on from a state."""
+
+
+class Around(Chooser):
+    """A chooser that leaves all but some choices to another."""
+
+    def __init__(self, inner: Chooser) -> None:
+        self.inner = inner
+        self.num_reports = inner.num_reports
+
+    def choose(self, tensor: Target, step: int) -> Choice:
+        return self.inner.choose(tensor, step)
+
+    def due(self, step: int) -> bool:
+        return self.inner.due(step)
+
+    def watches(self, step: int) -> bool:
+        return self.inner.watches(step)
+
+    def watch(self, tensor: Target, values: Tensor) -> None:
+        self.inner.watch(tensor, values)
+
+    def report(self, measured: Measured) -> list[float]:
+        return self.inner.report(measured)
+
+    def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
+        self.inner.learn(step, rows)
+
+    def hold(self, held: bool) -> None:
+        self.inner.hold(held)
+
+    def observe(self, value: float) -> None:
+        self.inner.observe(value)
+
+    def explain(self) -> list[str]:
+        return self.inner.explain()
+
+    def state(self) -> list[float]:
+        return self.inner.state()
+
+    def load(self, state: Sequence[float]) -> None:
+        self.inner.load(state)
+
+
+class Shared(Chooser):
+    """Several choosers, each for its own tensors.
+
+    Args:
+        of: the chooser of each tensor, by name.
+    """
+
+    def __init__(self, of: Mapping[str, Chooser]) -> None:
+        self._of = of
+        self._all = list({id(chooser): chooser for chooser in of.values()}.values())
+        self.fixed = all(chooser.fixed for chooser in self._all)
+        self.num_reports = sum(chooser.num_reports for chooser in self._all)
+
+    def choose(self, tensor: Target, step: int) -> Choice:
+        return self._of[tensor.name].choose(tensor, step)
+
+    def due(self, step: int) -> bool:
+        return any(chooser.due(step) for chooser in self._all)
+
+    def watches(self, step: int) -> bool:
+        return any(chooser.watches(step) for chooser in self._all)
+
+    def watch(self, tensor: Target, values: Tensor) -> None:
+        self._of[tensor.name].watch(tensor, values)
+
+    def report(self, measured: Measured) -> list[float]:
+        return [number for chooser in self._all for number in chooser.report(measured)]
+
+    def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
+        begin = 0
+        for chooser in self._all:
+            end = begin + chooser.num_reports
+            if chooser.due(step):
+                chooser.learn(step, [row[begin:end] for row in rows])
+            begin = end
+
+    def hold(self, held: bool) -> None:
+        for chooser in self._all:
+            chooser.hold(held)
+
+    def observe(self, value: float) -> None:
+        for chooser in self._all:
+            chooser.observe(value)
+
+    def explain(self) -> list[str]:
+        return [line for chooser in self._all for line in chooser.explain()]
+
+    def state(self) -> list[float]:
+        return [number for chooser in self._all for number in chooser.state()]
+
+    def load(self, state: Sequence[float]) -> None:
+        begin = 0
+        for chooser in self._all:
+            end = begin + len(chooser.state())
+            chooser.load(state[begin:end])
+            begin = end

@@ -1,0 +1,200 @@
+"""Policies that go by the step alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from thinwire.compressors import Compressor
+from thinwire.policies.base import Around, Choice, Chooser, Journal, Policy, Setting, Target
+from thinwire.policies.check import child, steps
+from thinwire.policies.ladder import knob, ladder_of, turned
+
+DGC = (0.25, 0.0625, 0.015625, 0.004)  # densities of the first four epochs, Lin et al., 2018
+_SHAPES = ("exponential", "linear", "dgc")
+
+
+@dataclass(frozen=True)
+class Warmup(Policy):
+    """As it is for the first steps, then what another policy or compressor says.
+
+    Args:
+        steps: to wait.
+        then: a compressor, a policy, or the spec of one.
+
+    Example:
+        >>> import thinwire as tw
+        >>> str(tw.Warmup(500, "topk:0.01"))
+        'warmup:500,(topk:0.01)'
+    """
+
+    steps: int
+    then: Policy
+    name: ClassVar[str] = "warmup"
+
+    def __post_init__(self) -> None:
+        steps("Warmup", "steps", self.steps)
+        object.__setattr__(self, "then", child("Warmup", self.then))
+
+    @property
+    def main(self) -> Compressor:
+        return self.then.main
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        return self.then.compressors
+
+    def begin(self, setting: Setting) -> Chooser:
+        return _Waiting(self.then.begin(setting), self.steps, setting.journal)
+
+
+class _Waiting(Around):
+    def __init__(self, inner: Chooser, until: int, journal: Journal) -> None:
+        super().__init__(inner)
+        self._until, self._journal = until, journal
+        self._step = 0
+
+    def choose(self, tensor: Target, step: int) -> Choice:
+        if step == self._until + 1 != self._step:
+            self._journal.note(step, "all", "as the policy says", "warmed up")
+        self._step = step
+        return None if step <= self._until else self.inner.choose(tensor, step)
+
+    def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
+        self.hold(step < self._until)
+        super().learn(step, rows)
+
+    def explain(self) -> list[str]:
+        if self._step > self._until:
+            return self.inner.explain()
+        left = self._until - self._step
+        return [f"Warm-up: all travels as it is for {left} more steps.", *self.inner.explain()]
+
+
+@dataclass(frozen=True)
+class Ramp(Policy):
+    """Weak compression at first, growing to a given one.
+
+    The share of elements sent (or bits, or rank) goes from `start` to that of `then`.
+
+    Args:
+        steps: that it takes.
+        then: the compressor in the end; one with a ratio, bits, levels or a rank.
+        start: where it begins.
+        shape: "exponential" (by equal factors), "linear" (by equal amounts), or "dgc": in four
+            stages, 0.25, 0.0625, 0.015625 and 0.004 as far as they are above the end.
+
+    Example:
+        >>> import thinwire as tw
+        >>> chooser = tw.Ramp(8, "topk:0.01", shape="dgc")
+        >>> str(chooser)
+        'ramp:8,(topk:0.01),shape=dgc'
+    """
+
+    steps: int
+    then: Compressor
+    start: float = 0.25
+    shape: str = "exponential"
+    name: ClassVar[str] = "ramp"
+
+    def __post_init__(self) -> None:
+        steps("Ramp", "steps", self.steps)
+        policy = child("Ramp", self.then)
+        found = knob(policy.main)
+        if found is None or str(policy) != str(policy.main):
+            raise ValueError(f"Ramp: then must be a compressor with a strength, got {policy}")
+        object.__setattr__(self, "then", policy.main)
+        if self.shape not in _SHAPES:
+            raise ValueError(f"Ramp: shape must be one of {', '.join(_SHAPES)}, got {self.shape!r}")
+        if self.shape == "dgc" and found[0] != "ratio":
+            raise ValueError(f"Ramp: 'dgc' is a list of ratios, {policy} has {found[0]}")
+        if not self.start > 0 or (found[0] == "ratio" and self.start > 1):
+            raise ValueError(f"Ramp: start is not a value for {policy}: {self.start!r}")
+
+    @property
+    def main(self) -> Compressor:
+        return self.then
+
+    def begin(self, setting: Setting) -> Chooser:
+        return _Scheduled(self._at, setting.journal)
+
+    def _at(self, step: int) -> Compressor:
+        found = knob(self.then)
+        assert found is not None
+        name, end = found
+        if self.shape == "dgc":
+            stages = [density for density in DGC if density > end]
+            stage = (step - 1) * len(DGC) // self.steps
+            return turned(self.then, stages[stage]) if stage < len(stages) else self.then
+        if step > self.steps or self.start <= end:
+            return self.then
+        share = (step - 1) / self.steps
+        if self.shape == "linear":
+            value = self.start + share * (end - self.start)
+        else:
+            value = self.start * (end / self.start) ** share
+        return turned(self.then, float(f"{value:.3g}") if name == "ratio" else round(value))
+
+
+@dataclass(frozen=True)
+class Progressive(Policy):
+    """More compression as training goes on: through lighter versions of a compressor, to itself.
+
+    Args:
+        steps: at which the compressor itself is reached; its lighter versions share them evenly.
+        then: the strongest.
+        dense: begin with tensors as they are.
+
+    Example:
+        >>> import thinwire as tw
+        >>> str(tw.Progressive(10000, "topk:0.001"))
+        'progressive:10000,(topk:0.001)'
+    """
+
+    steps: int
+    then: Compressor
+    dense: bool = False
+    name: ClassVar[str] = "progressive"
+
+    def __post_init__(self) -> None:
+        steps("Progressive", "steps", self.steps)
+        policy = child("Progressive", self.then)
+        if str(policy) != str(policy.main):
+            raise ValueError(f"Progressive: then must be a compressor, got {policy}")
+        object.__setattr__(self, "then", policy.main)
+
+    @property
+    def main(self) -> Compressor:
+        return self.then
+
+    def begin(self, setting: Setting) -> Chooser:
+        rungs = ladder_of(self.then)
+        rungs = rungs if self.dense or len(rungs) < 3 else rungs[1:]
+
+        def at(step: int) -> Choice:
+            return rungs[min((step - 1) * (len(rungs) - 1) // self.steps, len(rungs) - 1)]
+
+        return _Scheduled(at, setting.journal)
+
+
+class _Scheduled(Chooser):
+    """A choice for each step."""
+
+    def __init__(self, at: Callable[[int], Choice], journal: Journal) -> None:
+        self._at, self._journal = at, journal
+        self._step = 0
+        self._now: Choice = None
+
+    def choose(self, tensor: Target, step: int) -> Choice:
+        if step != self._step:
+            found = self._at(step)
+            if found != self._now or not self._step:
+                self._journal.note(step, "all", found, "by schedule")
+            self._step, self._now = step, found
+        return self._now
+
+    def explain(self) -> list[str]:
+        return [f"By schedule, tensors now travel {_words(self._now)}."]
+
+
+def _words(choice: Choice) -> str:
+    return "as they are" if choice is None else f"with {choice}"

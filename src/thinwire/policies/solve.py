@@ -1,0 +1,205 @@
+"""Per-tensor settings that make the fewest bytes for a given error."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.compressors import Compressor, Joint, parse
+from thinwire.compressors.spec import split
+from thinwire.kernels import Key
+from thinwire.policies.base import Choice, Chooser, Measured, Policy, Setting, Target
+from thinwire.policies.check import child, positive, steps
+from thinwire.policies.ladder import knob, turned
+from thinwire.policies.layerwise import by_choice
+
+GRAIN = 2000  # parts that the error budget is divided in
+FIRST = 3  # steps before profiling: residuals begin at nothing
+EVERY = 2  # steps between two looks
+_FACTORS = (8.0, 4.0, 2.0, 1.41, 1.0, 0.71, 0.5, 0.25, 0.125, 0.0625)
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Solve(Policy):
+    """Profiles some steps, then gives each tensor its own setting: fewest bytes at equal error.
+
+    While profiling all tensors go with `uniform`; each look measures ||p - C(p)||^2 and the bytes
+    of every candidate C for every tensor. Then a dynamic programme over (tensor, candidate) finds
+    the choice with the fewest bytes among those whose total error is at most `error_budget` times
+    that of `uniform`. ``wire.settings().save(path)`` writes it down for `Layerwise`.
+
+    Args:
+        uniform: the setting to be as good as.
+        error_budget: the error allowed, in that of `uniform`.
+        steps: of profiling.
+        candidates: compressors, separated by ";"; by default `uniform` at other ratios or bits.
+
+    Example:
+        >>> import thinwire as tw
+        >>> str(tw.Layerwise.solve("topk:0.01", steps=50))
+        'solve:(topk:0.01),steps=50'
+
+    Reference: Alimohammadi et al., L-GreCo: Layerwise-Adaptive Gradient Compression, 2022.
+    """
+
+    uniform: Compressor
+    error_budget: float = 1.0
+    steps: int = 20
+    candidates: str = ""
+    name: ClassVar[str] = "solve"
+
+    def __post_init__(self) -> None:
+        policy = child("Solve", self.uniform)
+        if str(policy) != str(policy.main) or isinstance(policy.main, Joint):
+            raise ValueError(f"Solve: uniform must be a compressor with a payload, got {policy}")
+        object.__setattr__(self, "uniform", policy.main)
+        positive("Solve", "error_budget", self.error_budget)
+        steps("Solve", "steps", self.steps)
+        self.choices()
+
+    def choices(self) -> tuple[Compressor, ...]:
+        """The candidates, `uniform` among them."""
+        if self.candidates:
+            given = [parse(text) for text in split(self.candidates, ";") if text]
+            return tuple(dict.fromkeys([self.uniform, *given]))
+        found = knob(self.uniform)
+        if found is None:
+            raise ValueError(f"Solve: {self.uniform} has no strength to vary: name candidates")
+        name, value = found
+        if name == "ratio":
+            values = [float(f"{value * factor:.3g}") for factor in _FACTORS]
+            values = [each for each in values if each <= 0.5 or each == value]
+        elif name == "bits":
+            values = [value, *(each for each in (8, 6, 5, 4, 3, 2) if each != value)]
+        else:
+            values = [max(1, round(value * factor)) for factor in _FACTORS]
+        unlike = [each for each in dict.fromkeys(values) if each != value]
+        return (self.uniform, *(turned(self.uniform, each) for each in unlike))
+
+    @property
+    def main(self) -> Compressor:
+        return self.uniform
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        return self.choices()
+
+    def begin(self, setting: Setting) -> Chooser:
+        return Solving(self, setting)
+
+
+class Solving(Chooser):
+    """Profiling, then what came out of it."""
+
+    def __init__(self, policy: Solve, setting: Setting) -> None:
+        self._policy, self._journal = policy, setting.journal
+        self._choices = policy.choices()
+        self._tensors = list(setting.tensors)
+        self._place = {tensor.name: i for i, tensor in enumerate(self._tensors)}
+        shape = (len(self._tensors), len(self._choices), 2)  # error and bytes
+        self._own: Array = np.zeros(shape)
+        self._all: Array = np.zeros(shape)
+        self._chosen: list[int] | None = None
+        self.num_reports = self._own.size
+
+    def choose(self, tensor: Target, step: int) -> Choice:
+        if self._chosen is None:
+            return self._policy.uniform
+        return self._choices[self._chosen[self._place[tensor.name]]]
+
+    def watches(self, step: int) -> bool:
+        last = FIRST + self._policy.steps
+        return self._chosen is None and FIRST < step <= last and (last - step) % EVERY == 0
+
+    def due(self, step: int) -> bool:
+        return self.watches(step)
+
+    def watch(self, tensor: Target, values: Tensor) -> None:
+        at = self._place[tensor.name]
+        for i, compressor in enumerate(self._choices):
+            payload = compressor.draft(values, key=Key(1, at, i))
+            if payload.non_finite:
+                return
+            left = values.clone()
+            payload.add_to(left, -1.0)
+            self._own[at, i] = float(left.square().sum()), payload.num_bytes
+
+    def report(self, measured: Measured) -> list[float]:
+        numbers: list[float] = self._own.reshape(-1).tolist()
+        self._own[:] = 0
+        return numbers
+
+    def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
+        self._all += np.mean(np.array(rows), 0).reshape(self._all.shape)
+        if step < FIRST + self._policy.steps:
+            return
+        errors, sizes = self._all[..., 0], self._all[..., 1]
+        budget = self._policy.error_budget * errors[:, 0].sum()
+        self._chosen = solve(errors, sizes, budget)
+        own = np.arange(len(self._tensors)), np.array(self._chosen, dtype=int)
+        fewer = sizes[:, 0].sum() / max(1.0, sizes[own].sum())
+        error = errors[own].sum() / max(errors[:, 0].sum(), 1e-300)
+        self._journal.note(
+            step + 1,
+            "all",
+            "a setting for each tensor",
+            f"{fewer:.2f} times fewer bytes than {self._policy.uniform}, {error:.2f} of its error",
+        )
+
+    def explain(self) -> list[str]:
+        if self._chosen is None:
+            return [f"Profiling: all tensors travel with {self._policy.uniform}."]
+        found = [str(self._choices[i]) for i in self._chosen]
+        return by_choice({t.name: w for t, w in zip(self._tensors, found, strict=True)})
+
+    def state(self) -> list[float]:
+        chosen = self._chosen or [-1] * len(self._tensors)
+        return [*map(float, chosen), *self._all.reshape(-1).tolist()]
+
+    def load(self, state: Sequence[float]) -> None:
+        count = len(self._tensors)
+        chosen = [int(number) for number in state[:count]]
+        self._chosen = None if not chosen or chosen[0] < 0 else chosen
+        self._all = np.array(state[count:]).reshape(self._all.shape)
+
+
+def solve(errors: Array, sizes: Array, budget: float) -> list[int]:
+    """For each row the column that together have the smallest total size with total error within a
+    budget. The first column of all rows is what is chosen if nothing better is found.
+
+    Errors are rounded up to a grain of the budget, so what comes out never exceeds it.
+
+    >>> errors = np.array([[4.0, 9.0, 1.0], [4.0, 5.0, 1.0]])
+    >>> sizes = np.array([[10.0, 1.0, 30.0], [10.0, 9.0, 11.0]])
+    >>> solve(errors, sizes, 10.0)
+    [1, 2]
+    """
+    rows, columns = errors.shape
+    if not budget > 0:
+        return [0] * rows
+    cost = np.minimum(np.ceil(errors / budget * GRAIN - 1e-9), GRAIN + 1).astype(np.int64)
+    best: Array = np.zeros(GRAIN + 1)  # smallest size with at most that much error, so far
+    taken = np.zeros((rows, GRAIN + 1), dtype=np.int64)
+    for row in range(rows):
+        found: Array = np.full((columns, GRAIN + 1), np.inf)
+        for column in range(columns):
+            used = cost[row, column]
+            if used <= GRAIN:
+                found[column, used:] = best[: GRAIN + 1 - used] + sizes[row, column]
+        taken[row] = found.argmin(0)
+        best = found.min(0)
+    if not np.isfinite(best[GRAIN]):
+        return [0] * rows
+    chosen = [0] * rows
+    left = GRAIN
+    for row in reversed(range(rows)):
+        chosen[row] = int(taken[row, left])
+        left -= cost[row, chosen[row]]
+    first = sizes[:, 0].sum()
+    fits = errors[:, 0].sum() <= budget
+    own = sizes[np.arange(rows), chosen].sum()
+    return [0] * rows if fits and first < own else chosen
