@@ -122,7 +122,7 @@ REFUSED = {
     "number": (lambda: wired(0.1), "TypeError: expected a policy, a compressor or a s"),
     "function": (
         lambda: wired(lambda name: 3),
-        "TypeError: expected a policy, a compressor or a s",
+        "TypeError: expected a compressor or a spec",
     ),
     "feedback": (lambda: wired(feedback="ef22"), "ValueError: "),
     "granularity": (lambda: wired(granularity="layer"), "ValueError: granularity must be 'bucket'"),

@@ -23,7 +23,7 @@ class Accuracy(Policy):
     target and the band changes nothing.
 
     Args:
-        then: where to begin; lighter and stronger versions of it can follow.
+        then: where to begin; lighter versions of it can follow, and ten times stronger ones.
         band: how much worse than the target is still on track, in the metric's own unit.
         target: the value to hold, as a number; or a curve to follow, as pairs (step, value), or
             the path of a JSON file with such a list. Between its steps it is interpolated.
@@ -148,10 +148,12 @@ class _Watching(Chooser):
         ]
 
     def state(self) -> list[float]:
-        known = self._best is not None
-        return [self._rung, known, self._best or 0.0, self._value, self._wanted]
+        known = (self._best is not None, self._best or 0.0)
+        told = (self._told is not None, self._told or 0.0)
+        return [float(self._rung), *map(float, (*known, *told)), self._value, self._wanted]
 
     def load(self, state: Sequence[float]) -> None:
         self._rung = int(state[0])
         self._best = state[2] if state[1] else None
-        self._value, self._wanted = state[3:]
+        self._told = state[4] if state[3] else None
+        self._value, self._wanted = state[5:]

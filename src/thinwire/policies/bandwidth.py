@@ -15,8 +15,9 @@ SETTLED = 2  # steps with one choice before the next one is made
 PATIENCE = 3  # steps for which a lighter choice must look good
 LONGEST = 48  # the same, after lighter choices that were not
 MARGIN = 0.8  # share of the time allowed that a lighter choice may take
-SURPRISE = 2.5  # times more or less than expected: the link has changed
-MEMORY = 6  # steps that a link is judged by
+SURPRISE = 2.0  # times more or less than before, twice: the link has changed
+NEARLY = 1.15  # times the least that is as good when nothing fits: the lightest of them
+OLD = 200  # steps after which what another choice took is forgotten
 _FIELDS = 6  # numbers of a rank
 
 
@@ -77,8 +78,13 @@ class _Following(Chooser):
         self._lighter = 0  # steps in which a lighter rung looked good
         self._since = 1
         self._tried = -LONGEST  # the step of the last move to a lighter rung
-        self._link: list[tuple[float, float]] = []  # bytes and seconds of the last steps
-        self._codec = [0.0] * len(self._rungs)  # seconds, the least of the last ones
+        count = len(self._rungs)
+        self._sizes = [0.0] * count  # bytes of a step with each rung, 0 where nothing is known
+        self._times = [0.0] * count  # its seconds on the network
+        self._known = [0] * count  # the step of the last look
+        self._shortest = 0.0  # seconds on the network, of all steps
+        self._odd = 0  # steps in a row that were a surprise
+        self._codec = [0.0] * count  # seconds, the least of the last ones
         self._last = (0.0, 0.0, 0.0)  # of a step: computing, window, waiting
 
     def choose(self, tensor: Target, step: int) -> Choice:
@@ -106,43 +112,53 @@ class _Following(Chooser):
         codec = max(one.codec for one in told)
         known = self._codec[self._rung]
         self._codec[self._rung] = codec if not known else min(codec, 1.2 * known)
-        self._learn_link(num_bytes, network)
+        self._learn_link(step, num_bytes, network)
         if not self._held:
             self._decide(step, num_bytes)
 
     def hold(self, held: bool) -> None:
         self._held = held
 
-    def _learn_link(self, num_bytes: float, seconds: float) -> None:
-        if self._link:
-            expected = self._seconds(num_bytes)
-            if not expected / SURPRISE <= seconds <= expected * SURPRISE:
-                self._link.clear()
-        self._link = [*self._link, (num_bytes, seconds)][-MEMORY:]
+    def _learn_link(self, step: int, num_bytes: float, seconds: float) -> None:
+        """Note what this rung takes; what others took counts as long as the link is the same."""
+        self._shortest = min(self._shortest or seconds, seconds)
+        now, before = self._rung, self._times[self._rung]
+        odd = before and not before / SURPRISE <= seconds <= before * SURPRISE
+        self._odd = self._odd + 1 if odd else 0
+        if odd and self._odd < 2:
+            return  # once is chance
+        for i, known in enumerate(self._known):
+            if i == now or odd or step - known > OLD:
+                self._sizes[i] = self._times[i] = 0.0
+        smooth = 0.0 if odd or not before else 0.5
+        self._sizes[now] = num_bytes
+        self._times[now] = smooth * before + (1 - smooth) * seconds
+        self._known[now] = step
 
     def _seconds(self, num_bytes: float) -> float:
         """What the network is expected to take for so many bytes: a start, and a rate.
 
-        With messages of one size all seconds are put down to the rate: what is larger then seems
-        slower than it is, and is reached in several moves.
+        As long as messages of one size are known, half of the shortest time ever seen counts as the
+        start: a guess that moves will correct.
         """
-        sizes = [size for size, _ in self._link]
-        times = [time for _, time in self._link]
-        size, time = sum(sizes) / len(sizes), sum(times) / len(times)
-        spread = sum((each - size) ** 2 for each in sizes)
-        if max(sizes) < 1.5 * min(sizes):
-            return time * num_bytes / max(size, 1.0)
-        slope = sum((s - size) * (t - time) for s, t in self._link) / spread
+        link = [(s, t) for s, t in zip(self._sizes, self._times, strict=True) if t]
+        size = sum(s for s, _ in link) / len(link)
+        time = sum(t for _, t in link) / len(link)
+        if len(link) == 1:
+            start = min(0.5 * self._shortest, time)
+            return start + (time - start) * num_bytes / max(size, 1.0)
+        spread = sum((s - size) ** 2 for s, _ in link)
+        slope = sum((s - size) * (t - time) for s, t in link) / max(spread, 1.0)
         slope = min(max(slope, 0.0), time / max(size, 1.0))
         return max(0.0, time - slope * size) + slope * num_bytes
 
     def _costs(self, num_bytes: float) -> list[float]:
         """Seconds of communication for each rung."""
         rest = max(0.0, num_bytes - self._bytes[self._rung])  # what travels as it is anyway
-        known = [seconds for seconds in self._codec[1:] if seconds]
-        usual = max(known, default=0.0)
+        usual = max((seconds for seconds in self._codec[1:] if seconds), default=0.0)
         return [
-            self._seconds(size + rest) + (self._codec[i] or (usual if i else 0.0))
+            (self._times[i] or self._seconds(size + rest))
+            + (self._codec[i] or (usual if i else 0.0))
             for i, size in enumerate(self._bytes)
         ]
 
@@ -151,10 +167,11 @@ class _Following(Chooser):
         computing, window, _ = self._last
         allowed = window + self._target * computing
         fitting = [i for i, cost in enumerate(costs) if cost <= allowed]
-        wanted = fitting[0] if fitting else costs.index(min(costs))
+        least = [i for i, cost in enumerate(costs) if cost <= NEARLY * min(costs)]
+        wanted = fitting[0] if fitting else least[0]
         if self._settled < SETTLED:
             return
-        if wanted > self._rung or (wanted < self._rung and not fitting):
+        if wanted > self._rung or (wanted < self._rung and self._rung not in [*fitting, *least]):
             if wanted > self._rung and step - self._tried < 2 * PATIENCE:
                 self._patience = min(LONGEST, 2 * self._patience)  # that was too light
             self._move(step, wanted, costs, allowed)
@@ -180,35 +197,33 @@ class _Following(Chooser):
         now = self._rungs[self._rung]
         words = "tensors travel as they are" if now is None else f"tensors travel with {now}"
         lines = [f"Since step {self._since} {words}, as the network asks for it."]
-        if self._link:
-            size, seconds = self._link[-1]
-            rate = 8e-6 * size / max(seconds, 1e-9)
+        size, seconds = self._sizes[self._rung], self._times[self._rung]
+        if seconds:
+            rate = 8e-6 * size / seconds
             lines.append(
                 f"A step computes for {1e3 * computing:.0f} ms, of which {1e3 * window:.0f} ms can "
-                f"hide communication, and waits {1e3 * waiting:.0f} ms for it; the last exchanges "
-                f"moved {size / 1e6:.3g} MB in {1e3 * seconds:.0f} ms ({rate:.3g} Mbit/s)."
+                f"hide communication, and waits {1e3 * waiting:.0f} ms for it; its exchanges move "
+                f"{size / 1e6:.3g} MB in {1e3 * seconds:.0f} ms ({rate:.3g} Mbit/s)."
             )
             costs = self._costs(size)
-            dense = "as they are" if self._rung else "now"
             lines.append(
-                f"Communication would take about {1e3 * costs[0]:.0f} ms {dense}, "
-                f"{1e3 * costs[-1]:.0f} ms with {self._rungs[-1]}."
+                f"Communication is thought to take {1e3 * costs[0]:.0f} ms with tensors as they "
+                f"are, {1e3 * costs[-1]:.0f} ms with {self._rungs[-1]}."
             )
         return lines
 
     def state(self) -> list[float]:
-        link = [number for pair in self._link for number in pair]
-        link += [-1.0] * (2 * MEMORY - len(link))
-        counts = (self._rung, self._seen, self._settled, self._patience, self._lighter)
-        return [*counts, self._since, self._tried, *self._last, *self._codec, *link]
+        counts = (self._rung, self._settled, self._patience, self._lighter, self._odd)
+        link = (*self._sizes, *self._times, *self._known, *self._codec)
+        return [*counts, self._since, self._tried, *self._last, self._shortest, *link]
 
     def load(self, state: Sequence[float]) -> None:
         counts = [int(number) for number in state[:7]]
-        self._rung, self._seen, self._settled, self._patience, self._lighter = counts[:5]
+        self._rung, self._settled, self._patience, self._lighter, self._odd = counts[:5]
         self._since, self._tried = counts[5:]
         self._seen = 0  # a new process makes its connections and kernels anew
-        self._last = (state[7], state[8], state[9])
-        end = 10 + len(self._rungs)
-        self._codec = list(state[10:end])
-        pairs = list(zip(state[end::2], state[end + 1 :: 2], strict=True))
-        self._link = [pair for pair in pairs if pair[0] >= 0]
+        self._last, self._shortest = (state[7], state[8], state[9]), state[10]
+        n = len(self._rungs)
+        parts = [list(state[11 + i * n : 11 + (i + 1) * n]) for i in range(4)]
+        self._sizes, self._times, self._codec = parts[0], parts[1], parts[3]
+        self._known = [int(step) for step in parts[2]]

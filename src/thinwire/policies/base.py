@@ -5,7 +5,7 @@ from its settings, and from numbers of all ranks, which reach it in the same ord
 nothing else can differ between ranks, so its choices cannot.
 
     choose(tensor, step)       before a step, for each tensor
-    watch(tensor, values)      in steps that it wants to see, what a tensor is about to send
+    watch(tensor, x, r)        in steps that it wants to see, what a tensor is about to send
     report(measured)           after a step: numbers of this rank, always as many
     learn(step, rows)          before the next step: those of all ranks
 """
@@ -143,9 +143,9 @@ class Chooser:
         """Whether it wants to see tensors in this step."""
         return False
 
-    def watch(self, tensor: Target, values: Tensor) -> None:
-        """What a tensor is about to send: the gradient with what was left out before, flat. Called
-        by the thread that exchanges."""
+    def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
+        """What a tensor is about to send: the gradient, and what was left out before, both flat.
+        Called by the thread that exchanges."""
 
     def report(self, measured: Measured) -> list[float]:
         """What this rank has to say after a step."""
@@ -188,8 +188,8 @@ class Around(Chooser):
     def watches(self, step: int) -> bool:
         return self.inner.watches(step)
 
-    def watch(self, tensor: Target, values: Tensor) -> None:
-        self.inner.watch(tensor, values)
+    def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
+        self.inner.watch(tensor, x, residual)
 
     def report(self, measured: Measured) -> list[float]:
         return self.inner.report(measured)
@@ -235,8 +235,8 @@ class Shared(Chooser):
     def watches(self, step: int) -> bool:
         return any(chooser.watches(step) for chooser in self._all)
 
-    def watch(self, tensor: Target, values: Tensor) -> None:
-        self._of[tensor.name].watch(tensor, values)
+    def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
+        self._of[tensor.name].watch(tensor, x, residual)
 
     def report(self, measured: Measured) -> list[float]:
         return [number for chooser in self._all for number in chooser.report(measured)]

@@ -15,7 +15,7 @@ def child(owner: str, given: Any) -> Policy:
     try:
         return policy_of(given)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{owner}: {error}") from None
+        raise ValueError(f"{owner}: {error}") from None
 
 
 def steps(owner: str, field: str, value: Any, least: int = 1) -> None:

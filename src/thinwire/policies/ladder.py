@@ -13,7 +13,7 @@ from thinwire.policies.base import Choice, Target
 # What makes a compressor lighter, and the values that a ladder takes of it.
 _RUNGS: dict[str, Sequence[float]] = {
     "ratio": (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001),
-    "bits": (8, 4, 2, 1),
+    "bits": (8, 4, 2),
     "levels": (127, 31, 7, 3, 1),
     "rank": (64, 32, 16, 8, 4, 2, 1),
 }
@@ -38,8 +38,19 @@ def turned(compressor: Compressor, value: float) -> Compressor:
     return changed  # type: ignore[no-any-return]
 
 
+def near(compressor: Compressor, value: float) -> Compressor:
+    """The compressor with its knob at a value, or at what is possible nearest to it."""
+    found = knob(compressor)
+    assert found is not None
+    if found[0] == "ratio":
+        return turned(compressor, float(f"{value:.3g}"))
+    rungs = [int(rung) for rung in _RUNGS[found[0]]]
+    return turned(compressor, min(rungs, key=lambda rung: abs(rung - value)))
+
+
 def ladder_of(compressor: Compressor, beyond: bool = False) -> tuple[Choice, ...]:
-    """As it is, then lighter versions of a compressor, then itself; stronger ones on request.
+    """As it is, then lighter versions of a compressor, then itself, then up to ten times stronger
+    ones on request.
 
     >>> from thinwire.compressors import parse
     >>> [str(rung) for rung in ladder_of(parse("topk:0.02|quantize:4"))]
@@ -51,7 +62,7 @@ def ladder_of(compressor: Compressor, beyond: bool = False) -> tuple[Choice, ...
         return (None, compressor)
     name, value = found
     lighter = [rung for rung in _RUNGS[name] if rung > 1.2 * value]
-    stronger = [rung for rung in _RUNGS[name] if 1.2 * rung < value] if beyond else []
+    stronger = [rung for rung in _RUNGS[name] if value / 11 < rung < value / 1.2] if beyond else []
     return (
         None,
         *(turned(compressor, rung) for rung in lighter),

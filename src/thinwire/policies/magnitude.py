@@ -13,15 +13,13 @@ from thinwire.policies.base import Choice, Chooser, Measured, Policy, Setting, T
 from thinwire.policies.check import steps
 
 SAMPLE = 1 << 16  # elements of a tensor that are looked at
-FIRST = 8  # steps in which all are watched: residuals build up
-FOLLOWED = 0.5  # of the way to the threshold that would have been right
-STRIDE = 4.0  # a threshold changes by at most that factor at a time
+FIRST = 8  # steps after each of which thresholds move: residuals build up
+GAIN = 0.3  # of a threshold's logarithm, for a share that is off by its own size
 
 
 @dataclass(frozen=True)
 class Magnitude(Policy):
-    """What is large in many bits, what is small in few or not at all, by a threshold for each
-    tensor.
+    """A threshold for each tensor: what is larger in many bits, what is smaller in few or none.
 
     Top-K without the search for the k-th largest: each tensor has a threshold, and the ranks move
     it so that the share above it stays at `density`. Compression is then one pass, and tensors send
@@ -31,7 +29,7 @@ class Magnitude(Policy):
         density: share of elements above the threshold.
         large: compressor of those.
         small: compressor of the rest; None leaves them to the next step.
-        every: steps between two looks at the tensors, after the first eight.
+        every: steps after which thresholds move; in the first eight after each.
 
     Example:
         >>> import thinwire as tw
@@ -42,7 +40,7 @@ class Magnitude(Policy):
     density: float = 0.01
     large: Compressor = field(default=parse("cast:fp16"))
     small: Compressor | None = None
-    every: int = 4
+    every: int = 2
     name: ClassVar[str] = "magnitude"
 
     def __post_init__(self) -> None:
@@ -69,13 +67,21 @@ class Magnitude(Policy):
 
 
 class _Levels(Chooser):
+    """Integral control: the share above a threshold moves the threshold's logarithm in proportion
+    to its relative error.
+
+    The quantile of the moment would not do: what is left out waits just below the threshold, so a
+    threshold that is right for one step is too high for the next ones.
+    """
+
     def __init__(self, policy: Magnitude, setting: Setting) -> None:
         self._policy, self._journal = policy, setting.journal
         self._place = {tensor.name: i for i, tensor in enumerate(setting.tensors)}
         count = len(self._place)
         self._levels = [0.0] * count  # thresholds; 0 until something is known
         self._densities = [0.0] * count
-        self._own = [0.0] * (3 * count)  # seen, log of the right threshold, density at the present
+        # Of a step: elements above, elements seen, log of the threshold to begin with.
+        self._own = [[0.0, 0.0, 0.0] for _ in self._place]
         self.num_reports = 3 * count
 
     def choose(self, tensor: Target, step: int) -> Choice:
@@ -83,47 +89,48 @@ class _Levels(Chooser):
         return self._policy.at(level) if level else None
 
     def watches(self, step: int) -> bool:
-        return step <= FIRST or step % self._policy.every == 0
+        return self.due(step)
 
     def due(self, step: int) -> bool:
-        return self.watches(step)
+        return step <= FIRST or step % self._policy.every == 0
 
-    def watch(self, tensor: Target, values: Tensor) -> None:
+    def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
         at = self._place[tensor.name]
-        stride = max(1, values.numel() // SAMPLE) | 1  # odd: rows are of even length
-        sample = values[::stride].abs()
+        stride = max(1, x.numel() // SAMPLE) | 1  # odd: rows are of even length
+        sample = x[::stride].float()
+        if residual is not None:
+            sample = sample + residual[::stride]
+        sample = sample.abs()
         if not bool(torch.isfinite(sample).all()):
             return
-        count = max(1, round(sample.numel() * self._policy.density))
-        right = float(torch.kthvalue(sample, sample.numel() - count + 1)[0])
-        if right > 0:
-            level = self._levels[at]
-            density = float((sample >= level).float().mean()) if level else self._policy.density
-            self._own[3 * at : 3 * at + 3] = 1.0, math.log(right), density
+        own, level = self._own[at], self._levels[at]
+        own[1] += sample.numel()
+        if level:
+            own[0] += float((sample >= level).sum())
+        else:
+            own[2] = _quantile(sample, self._policy.density)
 
     def report(self, measured: Measured) -> list[float]:
-        own, self._own = self._own, [0.0] * len(self._own)
-        return own
+        numbers = [number for own in self._own for number in own]
+        self._own = [[0.0, 0.0, 0.0] for _ in self._place]
+        return numbers
 
     def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
         for name, at in self._place.items():
-            told = [row[3 * at : 3 * at + 3] for row in rows if row[3 * at]]
+            told = [row[3 * at : 3 * at + 3] for row in rows if row[3 * at + 1]]
             if not told:
                 continue
-            right = sum(log for _, log, _ in told) / len(told)
-            density = sum(share for _, _, share in told) / len(told)
-            level, self._densities[at] = self._levels[at], density
+            above, seen, start = (sum(numbers) for numbers in zip(*told, strict=True))
+            level = self._levels[at]
             if not level:
-                self._levels[at] = math.exp(right)
-                self._note(step, name, at, "first seen")
+                if math.isfinite(start):
+                    self._levels[at] = _rounded(math.exp(start / len(told)))
+                    self._note(step, name, at, "first seen")
                 continue
-            # Half of the way that the distribution asks for, or all of it if far off.
-            off = abs(math.log(max(density, 1e-9) / self._policy.density))
-            share = 1.0 if off > 0.5 else FOLLOWED
-            change = share * (right - math.log(level))
-            change = max(-math.log(STRIDE), min(math.log(STRIDE), change))
-            self._levels[at] = float(f"{level * math.exp(change):.6g}")
-            if off > 0.5:
+            density = self._densities[at] = above / seen
+            error = max(-0.7, min(2.0, density / self._policy.density - 1))
+            self._levels[at] = _rounded(level * math.exp(GAIN * error))
+            if not 0.5 < density / self._policy.density < 2 and step > FIRST:
                 self._note(step, name, at, f"density was {density:.3g}")
 
     def _note(self, step: int, name: str, at: int, why: str) -> None:
@@ -145,3 +152,15 @@ class _Levels(Chooser):
     def load(self, state: Sequence[float]) -> None:
         count = len(self._levels)
         self._levels, self._densities = list(state[:count]), list(state[count:])
+
+
+def _quantile(sample: Tensor, share: float) -> float:
+    """The logarithm of the magnitude that this share of a sample is above."""
+    count = max(1, min(sample.numel(), round(sample.numel() * share)))
+    found = float(torch.kthvalue(sample, sample.numel() - count + 1)[0])
+    return math.log(found) if found > 0 else -math.inf
+
+
+def _rounded(level: float) -> float:
+    """Short enough for a spec."""
+    return float(f"{level:.5g}")

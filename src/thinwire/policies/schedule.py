@@ -7,7 +7,7 @@ from typing import ClassVar
 from thinwire.compressors import Compressor
 from thinwire.policies.base import Around, Choice, Chooser, Journal, Policy, Setting, Target
 from thinwire.policies.check import child, steps
-from thinwire.policies.ladder import knob, ladder_of, turned
+from thinwire.policies.ladder import knob, ladder_of, near, turned
 
 DGC = (0.25, 0.0625, 0.015625, 0.004)  # densities of the first four epochs, Lin et al., 2018
 _SHAPES = ("exponential", "linear", "dgc")
@@ -120,7 +120,7 @@ class Ramp(Policy):
     def _at(self, step: int) -> Compressor:
         found = knob(self.then)
         assert found is not None
-        name, end = found
+        end = found[1]
         if self.shape == "dgc":
             stages = [density for density in DGC if density > end]
             stage = (step - 1) * len(DGC) // self.steps
@@ -132,7 +132,7 @@ class Ramp(Policy):
             value = self.start + share * (end - self.start)
         else:
             value = self.start * (end / self.start) ** share
-        return turned(self.then, float(f"{value:.3g}") if name == "ratio" else round(value))
+        return near(self.then, value)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from thinwire.compressors.spec import split
 from thinwire.kernels import Key
 from thinwire.policies.base import Choice, Chooser, Measured, Policy, Setting, Target
 from thinwire.policies.check import child, positive, steps
-from thinwire.policies.ladder import knob, turned
+from thinwire.policies.ladder import knob, near
 from thinwire.policies.layerwise import by_choice
 
 GRAIN = 2000  # parts that the error budget is divided in
@@ -70,15 +70,10 @@ class Solve(Policy):
         if found is None:
             raise ValueError(f"Solve: {self.uniform} has no strength to vary: name candidates")
         name, value = found
-        if name == "ratio":
-            values = [float(f"{value * factor:.3g}") for factor in _FACTORS]
-            values = [each for each in values if each <= 0.5 or each == value]
-        elif name == "bits":
-            values = [value, *(each for each in (8, 6, 5, 4, 3, 2) if each != value)]
-        else:
-            values = [max(1, round(value * factor)) for factor in _FACTORS]
-        unlike = [each for each in dict.fromkeys(values) if each != value]
-        return (self.uniform, *(turned(self.uniform, each) for each in unlike))
+        top = 0.5 if name == "ratio" else float("inf")
+        values = [value * factor for factor in _FACTORS if value * factor <= top]
+        others = [near(self.uniform, each) for each in values]
+        return tuple(dict.fromkeys([self.uniform, *others]))
 
     @property
     def main(self) -> Compressor:
@@ -118,8 +113,9 @@ class Solving(Chooser):
     def due(self, step: int) -> bool:
         return self.watches(step)
 
-    def watch(self, tensor: Target, values: Tensor) -> None:
+    def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
         at = self._place[tensor.name]
+        values = x.float() if residual is None else x + residual
         for i, compressor in enumerate(self._choices):
             payload = compressor.draft(values, key=Key(1, at, i))
             if payload.non_finite:

@@ -84,13 +84,10 @@ class Steering:
         return self._watch if self.chooser.watches(step) else None
 
     def _watch(self, unit: Unit, turn: Turn) -> None:
-        wide = torch.float64 if turn.tensor.dtype == torch.float64 else torch.float32
         for name, (lo, hi) in unit.spans():
             if name in self.targets:
-                values = turn.tensor[lo:hi].to(wide, copy=True)
-                if turn.residual is not None:
-                    values.add_(turn.residual[lo:hi])
-                self.chooser.watch(self.targets[name], values)
+                residual = None if turn.residual is None else turn.residual[lo:hi]
+                self.chooser.watch(self.targets[name], turn.tensor[lo:hi], residual)
 
     def settings(self) -> Layerwise:
         """What each tensor travels with now, as a policy."""
@@ -98,7 +95,9 @@ class Steering:
         if not self.chooser.fixed:
             self._choose(self._step + 1)
         choices = self._choices.items()
-        return Layerwise(tuple(Rule(c and Fixed(c), escape(name)) for name, c in choices))
+        return Layerwise(
+            tuple(Rule(None if c is None else Fixed(c), escape(name)) for name, c in choices)
+        )
 
     def state(self) -> list[float]:
         """What the policy knows, the same on all ranks."""

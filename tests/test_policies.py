@@ -1,0 +1,458 @@
+"""Policies in one process: what they choose, from what ranks would tell them."""
+
+import itertools
+import json
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import thinwire as tw
+from thinwire.policies.base import Chooser, Journal, Measured, Policy, Setting, Target
+from thinwire.policies.ladder import bytes_of, ladder_of
+from thinwire.policies.registry import policies, policy_of
+from thinwire.policies.solve import solve
+
+SPECS = [
+    "warmup:500,(topk:0.01)",
+    "warmup:5,(bandwidth:(onebit))",
+    "ramp:8,(topk:0.01),shape=dgc",
+    "ramp:100,(quantize:2),8",
+    "progressive:100,(powersgd:2)",
+    "layerwise",
+    "layerwise:(embed*=topk:0.001; *.weight=quantize:4; *=dense)",
+    "layerwise:(a=warmup:5,(topk:0.01); *=magnitude:0.1)",
+    "solve:(topk:0.01|quantize:4),steps=50",
+    "solve:(quantize:4),candidates=onebit; quantize:8",
+    "magnitude:0.05,small=(quantize:2)",
+    "magnitude:large=(none)",
+    "bandwidth:(topk:0.001|quantize:4),target=0.5",
+    "accuracy:(topk:0.01),0.5,92.0",
+    "accuracy:(topk:0.01),0.1,higher=false",
+    "auto",
+    "auto:100,0.2",
+]
+
+
+def setting(*shapes: tuple[int, ...], size: int = 4, feedback: bool = True) -> Setting:
+    tensors = [Target(f"t{i}", torch.Size(shape)) for i, shape in enumerate(shapes)]
+    return Setting(tensors, size, feedback, Journal())
+
+
+def begun(spec: Any, *shapes: tuple[int, ...], **options: Any) -> tuple[Chooser, Setting]:
+    where = setting(*(shapes or [(800, 500)]), **options)
+    return policy_of(spec).begin(where), where
+
+
+def chosen(spec: Any, steps: int) -> list[str]:
+    chooser, where = begun(spec)
+    return [str(chooser.choose(where.tensors[0], step)) for step in range(1, steps + 1)]
+
+
+# Specs.
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_specs_lead_back_to_their_policy(spec):
+    policy = tw.parse_policy(spec)
+    assert tw.parse_policy(str(policy)) == policy
+    assert str(tw.parse_policy(str(policy))) == str(policy)
+    assert hash(policy) is not None
+    assert policy.main in policy.compressors
+
+
+def test_every_policy_has_a_name_and_a_line():
+    assert {spec.partition(":")[0] for spec in SPECS} == policies().keys()
+    for name, line in policies().items():
+        assert line.endswith("."), f"{name}: the first line of the docstring is a sentence"
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("warmup", "'warmup' lacks an argument; usage: warmup:STEPS,THEN"),
+        ("warmup:0,(topk:0.01)", "Warmup: steps must be a number of steps from 1, got 0"),
+        ("warmup:5,(topq:0.01)", "Warmup: unknown compressor 'topq'"),
+        ("warmup:5,(warmup:5)", "Warmup: 'warmup:5' lacks an argument"),
+        ("warmup:5,7", "Warmup: expected a policy, a compressor or a spec"),
+        ("ramp:5,(onebit)", "Ramp: then must be a compressor with a strength, got onebit"),
+        ("ramp:5,(auto)", "Ramp: then must be a compressor with a strength, got auto"),
+        ("ramp:5,(topk:0.1),2", "Ramp: start is not a value for topk:0.1: 2"),
+        ("ramp:5,(topk:0.1),shape=round", "Ramp: shape must be one of exponential, linear, dgc"),
+        ("ramp:5,(quantize:4),shape=dgc", "Ramp: 'dgc' is a list of ratios, quantize:4 has bits"),
+        ("progressive:5,(auto)", "Progressive: then must be a compressor, got auto"),
+        ("bandwidth:(topk:0.01),target=0", "Bandwidth: target must be positive, got 0"),
+        ("bandwidth:(auto)", "Bandwidth: then must be a compressor, got auto"),
+        ("accuracy:(topk:0.01)", "lacks an argument; usage: accuracy:THEN,BAND"),
+        ("accuracy:(topk:0.01),-1", "Accuracy: band must be positive, got -1"),
+        ("solve:(powersgd:2)", "Solve: uniform must be a compressor with a payload"),
+        ("solve:(onebit)", "Solve: onebit has no strength to vary: name candidates"),
+        ("magnitude:2", "Magnitude: density must be in (0, 1], got 2"),
+        ("magnitude:0.1,every=0", "Magnitude: every must be a number of steps from 1, got 0"),
+        ("layerwise:nowhere.toml", "Layerwise: cannot read rules from 'nowhere.toml'"),
+        ("layerwise:(a=topq)", "Layerwise: unknown compressor 'topq'"),
+        ("slow", "unknown policy 'slow', known: accuracy, auto, bandwidth"),
+        ("auto:0", "Warmup: steps must be a number of steps from 1, got 0"),
+    ],
+)  # fmt: skip
+def test_a_wrong_policy_says_what_is_wrong(spec, said):
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
+        tw.parse_policy(spec)
+
+
+# Schedules.
+
+
+def test_schedules_go_by_the_step():
+    assert chosen("warmup:3,(topk:0.01)", 5) == ["None"] * 3 + ["topk:0.01"] * 2
+    ramp = [float(spec.removeprefix("topk:")) for spec in chosen("ramp:4,(topk:0.01),0.16", 6)]
+    assert ramp == [0.16, 0.08, 0.04, 0.02, 0.01, 0.01]
+    assert chosen("ramp:4,(topk:0.1),0.5,linear", 5) == [
+        *("topk:0.5", "topk:0.4", "topk:0.3", "topk:0.2", "topk:0.1")
+    ]
+    assert chosen("ramp:2,(quantize:2),8,linear", 3) == ["quantize:8", "quantize:4", "quantize:2"]
+    assert chosen("progressive:4,(topk:0.03)", 6) == [
+        *["topk:0.3"] * 2, *["topk:0.1"] * 2, *["topk:0.03"] * 2
+    ]  # fmt: skip
+    assert chosen(tw.Progressive(2, "onebit", dense=True), 3) == ["None", "None", "onebit"]
+
+
+def test_a_ladder_has_rungs_from_light_to_strong():
+    for spec in ("topk:0.001", "topk:0.01|quantize:4", "quantize:2", "randomk:0.05", "onebit"):
+        rungs = ladder_of(tw.parse(spec))
+        assert rungs[0] is None
+        assert rungs[-1] == tw.parse(spec)
+        tensors = [Target("w", torch.Size([800, 500]))]
+        sizes = [bytes_of(rung, tensors, 4, True) for rung in rungs]
+        assert sizes == sorted(sizes, reverse=True), spec
+        beyond = ladder_of(tw.parse(spec), beyond=True)
+        assert beyond[: len(rungs)] == rungs
+    assert str(ladder_of(tw.parse("topk:0.01"), beyond=True)[-1]) == "topk:0.001"
+
+
+# Layers.
+
+
+def test_rules_go_by_name_kind_and_size(tmp_path):
+    tensors = [
+        Target("embed.weight", torch.Size([1000, 16]), kind="embedding"),
+        Target("body.0.weight", torch.Size([64, 64]), kind="linear"),
+        Target("body.1.weight", torch.Size([640, 64]), kind="linear"),
+        Target("head.weight", torch.Size([64, 1000]), kind="linear", last=True),
+    ]
+    rules = (
+        tw.Rule("dense", most=4096),
+        tw.Rule("topk:0.001", kind="last"),
+        tw.Rule("quantize:4", match="embed*"),
+        tw.Rule("topk:0.1", least=40000),
+    )
+    expected = ["quantize:4", "None", "topk:0.1", "topk:0.001"]
+    for name in ("rules.toml", "rules.json"):
+        tw.Layerwise(rules).save(tmp_path / name)
+        for policy in (tw.Layerwise(rules), policy_of(f"layerwise:{tmp_path / name}")):
+            assert isinstance(policy, tw.Layerwise)
+            assert policy.rules == rules
+            chooser = policy.begin(Setting(tensors, 4, True, Journal()))
+            assert [str(chooser.choose(tensor, 1)) for tensor in tensors] == expected
+            assert chooser.fixed
+            assert any("embed.weight: with quantize:4." in line for line in chooser.explain())
+    default = tw.Layerwise().begin(Setting(tensors, 4, True, Journal()))
+    assert [str(default.choose(tensor, 1)) for tensor in tensors] == [
+        *("topk:0.003|quantize:4", "None", "topk:0.03|quantize:4", "topk:0.003|quantize:4")
+    ]
+    with pytest.raises(ValueError, match=r"must end in \.toml or \.json"):
+        tw.Layerwise().save(tmp_path / "rules.txt")
+    with pytest.raises(ValueError, match="kind must be one of"):
+        tw.Rule("topk:0.1", kind="large")
+    (tmp_path / "bad.toml").write_text("rule = 3")
+    with pytest.raises(ValueError, match="cannot read rules"):
+        tw.Layerwise(str(tmp_path / "bad.toml"))
+
+
+def test_rules_may_hold_policies_of_their_own():
+    spec = "layerwise:(t0=accuracy:(topk:0.01),1; t1=accuracy:(topk:0.1),1,5; t2=warmup:2,(onebit))"
+    shapes = ((40, 40), (40, 40), (40, 40), (9, 9))
+    chooser, where = begun(spec, *shapes)
+    assert chooser.num_reports == 4
+    assert not chooser.fixed
+
+    def now(chooser: Chooser, step: int) -> list[str]:
+        return [str(chooser.choose(tensor, step)) for tensor in where.tensors]
+
+    assert now(chooser, 1) == ["topk:0.01", "topk:0.1", "None", "None"]
+    chooser.observe(3.0)
+    chooser.learn(1, [chooser.report(NOTHING), [0.0] * 4])
+    assert now(chooser, 3) == ["topk:0.003", "topk:0.3", "onebit", "None"], "on track, and behind"
+    again, _ = begun(spec, *shapes)
+    again.load(chooser.state())
+    assert now(again, 3) == now(chooser, 3)
+
+
+NOTHING = Measured(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 10**6), st.floats(0.3, 3))
+def test_the_programme_finds_what_trying_all_finds(rows, columns, seed, factor):
+    draw = np.random.default_rng(seed)
+    # Whole grains of the budget, so that nothing is lost by rounding.
+    grains = draw.integers(1, 1200, (rows, columns)).astype(float)
+    sizes = draw.integers(1, 1000, (rows, columns)).astype(float)
+    budget = 2000.0
+    found = solve(grains, sizes, budget)
+    every = list(itertools.product(range(columns), repeat=rows))
+    at = np.arange(rows)
+    fitting = [sizes[at, c].sum() for c in map(list, every) if grains[at, list(c)].sum() <= budget]
+    if fitting:
+        assert grains[at, found].sum() <= budget
+        assert sizes[at, found].sum() == min(fitting)
+    else:
+        assert found == [0] * rows
+    # In general errors are no whole grains: never above the budget, never worse than uniform.
+    errors = draw.random((rows, columns)) * factor
+    allowed = errors[:, 0].sum()
+    found = solve(errors, sizes, allowed)
+    assert errors[at, found].sum() <= allowed * (1 + 1e-9)
+    assert sizes[at, found].sum() <= sizes[:, 0].sum()
+
+
+def test_solving_gives_more_to_tensors_that_need_it():
+    """One tensor has all it has in a few elements, the other nothing but noise."""
+    chooser, where = begun("solve:(topk:0.01),steps=4", (200, 500), (200, 500))
+    draw = torch.Generator().manual_seed(0)
+    peaked, flat = torch.zeros(100_000), torch.randn(100_000, generator=draw)
+    peaked[::1000] = 1000.0
+    ranks = [chooser, begun("solve:(topk:0.01),steps=4", (200, 500), (200, 500))[0]]
+    for step in range(1, 8):
+        assert {str(rank.choose(where.tensors[0], step)) for rank in ranks} == {"topk:0.01"}
+        if chooser.due(step):
+            assert chooser.watches(step)
+            for rank in ranks:
+                rank.watch(where.tensors[0], peaked, None)
+                rank.watch(where.tensors[1], flat, torch.zeros(100_000))
+            rows = [rank.report(NOTHING) for rank in ranks]
+            for rank in ranks:
+                rank.learn(step, rows)
+    first, second = (tw.parse(str(chooser.choose(tensor, 8))) for tensor in where.tensors)
+    assert first.ratio <= 0.005 < second.ratio  # 0.001 is all there is
+    (decision,) = where.journal.decisions
+    assert re.match(r"1\.\d+ times fewer bytes than topk:0.01, (1\.00|0\.\d+) of its", decision.why)
+    assert not chooser.due(8)
+
+
+# Magnitudes.
+
+
+@pytest.mark.parametrize("spec", ["magnitude:0.02", "magnitude:0.02,small=(quantize:2)"])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_the_share_above_the_threshold_stays_what_it_should_be(spec, feedback):
+    """Gradients that shrink to a tenth and come in bursts, with what is left out remembered."""
+    chooser, where = begun(spec, (100, 100), feedback=feedback)
+    draw = torch.Generator().manual_seed(1)
+    residual = torch.zeros(10_000)
+    (tensor,) = where.tensors
+    densities = []
+    for step in range(1, 201):
+        scale = 10 ** (-step / 200) * (1 + 0.3 * float(torch.rand((), generator=draw)))
+        x = scale * torch.randn(10_000, generator=draw)
+        compressor = chooser.choose(tensor, step)
+        used = residual if feedback else torch.zeros(10_000)
+        if chooser.watches(step):
+            chooser.watch(tensor, x, used)
+        if compressor is None:
+            assert step == 1
+        else:
+            level = compressor.above if "small" in spec else compressor.stages[0].value
+            densities.append(float(((x + used).abs() >= level).float().mean()))
+            compressor.encode(x, residual=used)
+        if chooser.due(step):
+            chooser.learn(step, [chooser.report(NOTHING)])
+    late = densities[30:]
+    assert 0.8 * 0.02 < sum(late) / len(late) < 1.2 * 0.02
+    windows = [sum(late[i : i + 40]) / 40 for i in range(0, 160, 40)]
+    assert all(0.8 * 0.02 < share < 1.2 * 0.02 for share in windows), windows
+
+
+# The network.
+
+
+class Link:
+    """A step as ranks would measure it."""
+
+    def __init__(self, chooser: Any, where: Setting, seed: int = 0) -> None:
+        self.chooser, self.where = chooser, where
+        self.draw = random.Random(seed)
+        self.ladder = ladder_of(tw.parse("topk:0.01|quantize:4"))
+        self.seconds = 0.0
+        self.step = 0
+
+    def noisy(self, value: float) -> float:
+        return value * (1 + 0.2 * self.draw.random())
+
+    def go(self, rate: float, slow: float = 0.0) -> str:
+        """One step at so many bits a second; one rank is late by `slow` seconds."""
+        self.step += 1
+        choice = self.chooser.choose(self.where.tensors[0], self.step)
+        num_bytes = bytes_of(choice, self.where.tensors, 4, True)
+        rows = []
+        for rank in range(4):
+            network = self.noisy(0.003 + 8 * num_bytes / rate) + (slow if rank else 0.0)
+            codec = self.noisy(0.004 if choice is not None else 0.0005)
+            waiting = max(0.0, network + codec - 0.05)
+            step = self.noisy(0.1) + waiting
+            rows.append(list(Measured(step, 0.05, waiting, network, codec, num_bytes)))
+        self.seconds += max(row[0] for row in rows)
+        self.chooser.learn(self.step, rows)
+        return str(choice)
+
+
+STRONG = "bandwidth:(topk:0.01|quantize:4)"
+
+
+def test_a_fast_link_needs_no_compression():
+    link = Link(*begun(STRONG))
+    assert {link.go(1e9) for _ in range(100)} == {"None"}
+    link = Link(*begun(STRONG))
+    assert {link.go(1e9, slow=0.03) for _ in range(100)} == {"None"}, "a late rank is no slow link"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_link_that_changes_is_followed(seed):
+    link = Link(*begun(STRONG), seed)
+    fast = [link.go(1e9) for _ in range(60)]
+    begin = link.seconds
+    slow = [link.go(2e7) for _ in range(60)]
+    took = link.seconds - begin
+    again = [link.go(1e9) for _ in range(60)]
+    assert set(fast) == {"None"}
+    assert "None" not in slow[5:]
+    assert set(again[20:]) == {"None"}
+    assert len(set(slow[20:])) == 1, "it has settled"
+    # The best single choice, known in advance.
+    sizes = [bytes_of(rung, link.where.tensors, 4, True) for rung in link.ladder[1:]]
+    best = 60 * 1.1 * (0.1 + max(0.0, 0.007 + 8 * min(sizes) / 2e7 - 0.05))
+    assert took < 1.25 * best + 2 * 8 * bytes_of(None, link.where.tensors, 4, True) / 2e7
+
+
+def test_choices_do_not_flutter_at_the_border():
+    """A link on which one rung is just too slow, and noise."""
+    for rate in (5e7, 8e7, 1.2e8, 2e8, 3e8):
+        link = Link(*begun(STRONG), seed=7)
+        used = [link.go(rate) for _ in range(300)]
+        changes = sum(a != b for a, b in itertools.pairwise(used))
+        assert changes <= 12, (rate, changes)
+
+
+def test_nothing_fits_but_something_is_least():
+    link = Link(*begun(STRONG))
+    used = [link.go(1e5) for _ in range(40)]
+    assert set(used[10:]) == {"topk:0.01|quantize:4"}
+
+
+# Accuracy.
+
+
+def told(chooser: Chooser, where: Setting, step: int, *values: float | None) -> str:
+    rows = []
+    for value in values:
+        if value is not None:
+            chooser.observe(value)
+        rows.append(chooser.report(NOTHING))
+    chooser.learn(step, rows)
+    return str(chooser.choose(where.tensors[0], step + 1))
+
+
+def test_strength_follows_the_metric():
+    chooser, where = begun(tw.Accuracy("topk:0.01", band=1.0, target=[(0, 50), (100, 90)]))
+    assert told(chooser, where, 10, None, None) == "topk:0.01"
+    assert told(chooser, where, 10, 54.0, 56.0) == "topk:0.003", "the mean is on track: 54 wanted"
+    assert told(chooser, where, 50, 69.5, None) == "topk:0.003", "within the band"
+    assert told(chooser, where, 50, 60.0, 60.0) == "topk:0.01"
+    assert told(chooser, where, 60, float("nan")) == "topk:0.03", "NaN is not on track"
+    assert told(chooser, where, 500, 90.0) == "topk:0.01", "after its last step a curve is level"
+    for _ in range(20):
+        last = told(chooser, where, 500, 95.0)
+    assert last == "topk:0.001", "ten times stronger at most"
+    for _ in range(20):
+        last = told(chooser, where, 500, 5.0)
+    assert last == "None"
+    assert "5 is behind, 90 is wanted within 1" in where.journal.decisions[-1].why
+
+
+def test_a_loss_is_better_when_lower_and_a_target_may_be_a_file(tmp_path):
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps([[0, 4.0], [100, 2.0]]))
+    policy = tw.Accuracy("topk:0.01", 0.1, str(path), higher=False)
+    chooser, where = begun(policy)
+    assert told(chooser, where, 50, 2.9) == "topk:0.003"
+    assert told(chooser, where, 50, 3.2) == "topk:0.01"
+    path.write_text("[[3, 1], [2, 1]]")
+    with pytest.raises(ValueError, match="a curve has rising steps"):
+        begun(policy)
+    with pytest.raises(ValueError, match=r"target '.*nowhere\.json'"):
+        begun(tw.Accuracy("topk:0.01", 0.1, str(tmp_path / "nowhere.json")))
+
+
+def test_without_a_target_the_best_so_far_is_the_target():
+    chooser, where = begun("accuracy:(topk:0.01),1")
+    assert told(chooser, where, 1, 50.0) == "topk:0.003"
+    assert told(chooser, where, 2, 49.2) == "topk:0.003"
+    assert told(chooser, where, 3, 48.0) == "topk:0.01"
+    assert told(chooser, where, 4, 52.0) == "topk:0.003"
+
+
+def test_warming_up_a_policy_learns_but_does_not_decide():
+    link = Link(*begun("auto:20"))
+    assert {link.go(2e7) for _ in range(20)} == {"None"}
+    assert "None" not in {link.go(2e7) for _ in range(5)}, "it knows what the link is like"
+    words = "\n".join(link.chooser.explain())
+    assert words.startswith("Automatic: compression is switched on where")
+    assert "Mbit/s" in words
+
+
+# States.
+
+
+@pytest.mark.parametrize("spec", [STRONG, "auto:3", "warmup:4,(accuracy:(topk:0.01),1)"])
+def test_a_loaded_state_goes_on_in_the_same_way(spec):
+    link = Link(*begun(spec))
+    rates = [1e9] * 10 + [2e7] * 20 + [1e9] * 30
+    for rate in rates[:25]:
+        if "accuracy" in spec:
+            link.chooser.observe(rate)
+            told(link.chooser, link.where, link.step, None)
+            link.step += 1
+        else:
+            link.go(rate)
+    other = Link(*begun(spec))
+    other.chooser.load(link.chooser.state())
+    assert len(other.chooser.state()) == len(begun(spec)[0].state())
+    other.step, other.draw = link.step, random.Random()
+    other.draw.setstate(link.draw.getstate())
+    if "accuracy" not in spec:
+        first = [link.go(rate) for rate in rates[25:]]
+        second = [other.go(rate) for rate in rates[25:]]
+        assert first[-20:] == second[-20:]
+    assert str(link.chooser.choose(link.where.tensors[0], link.step + 1)) == str(
+        other.chooser.choose(other.where.tensors[0], other.step + 1)
+    )
+
+
+def test_journals_keep_the_last_thousand():
+    journal = Journal()
+    for step in range(1500):
+        journal.note(step, "all", None, "so")
+    assert len(journal.decisions) == 1000
+    assert journal.decisions[-1] == (1499, "all", "as it is", "so")
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(TypeError, match="expected a policy, a compressor or a spec"):
+        policy_of(3)  # type: ignore[arg-type]
+    assert isinstance(policy_of(tw.TopK(0.1)), Policy)
+    with pytest.raises(TypeError, match="a spec is a string"):
+        tw.parse_policy(3)  # type: ignore[arg-type]
