@@ -1,0 +1,380 @@
+"""What adaptive policies bring: a link that changes, too strong a start, a setting for each layer.
+
+    python benchmarks/policies.py link      [--workload images:hidden=256] [--phase 60] [--out ...]
+    python benchmarks/policies.py accuracy  [--steps 300] [--seeds 3] [--out ...] [--picture ...]
+    python benchmarks/policies.py layers    [--steps 120] [--out ...]
+
+link      Four hosts in network namespaces. Their links drop from --fast to --slow after --phase
+          steps and come back after as many: dense, `bandwidth`, and an oracle that switches by
+          hand at the right steps. Seconds of training; the machine's cores are shared by all.
+accuracy  `accuracy` begins far too strong and is told of a validation every 20 steps; wanted is the
+          curve of a dense training. On loopback: figures of accuracy, not of speed.
+layers    `Layerwise.solve` against the uniform setting it is to be as good as: bytes, the error
+          ||p - C(p)||^2 really made, and the loss. On loopback.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from harness import Target, on_loopback, run_ranks, show_targets, write_record
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from thinwire.compressors import Compressor, parse
+from thinwire.kernels import Key
+from thinwire.policies.base import Around, Choice, Chooser, Policy, Setting
+from thinwire.policies.base import Target as Named
+from thinwire.policies.registry import policy_of
+
+EVERY = 20  # steps between validations
+LIMIT = 3600.0  # seconds
+
+
+@dataclass(frozen=True)
+class ByHand(Policy):
+    """Somebody who knows when the link is slow."""
+
+    phase: int
+    strong: str
+    name: ClassVar[str] = "by hand"
+
+    @property
+    def main(self) -> Compressor:
+        return parse(self.strong)
+
+    def begin(self, setting: Setting) -> Chooser:
+        return _ByHand(self)
+
+
+class _ByHand(Chooser):
+    def __init__(self, policy: ByHand) -> None:
+        self._policy = policy
+
+    def choose(self, tensor: Named, step: int) -> Choice:
+        phase = self._policy.phase
+        return self._policy.main if phase < step <= 2 * phase else None
+
+
+@dataclass(frozen=True)
+class Metered(Policy):
+    """Another policy, with the error that it makes."""
+
+    inner: Policy
+    name: ClassVar[str] = "metered"
+
+    @property
+    def main(self) -> Compressor:
+        return self.inner.main
+
+    def begin(self, setting: Setting) -> Chooser:
+        return _Metered(self.inner.begin(setting))
+
+
+class _Metered(Around):
+    """Looks at every fourth step."""
+
+    def __init__(self, inner: Chooser) -> None:
+        super().__init__(inner)
+        self.error = 0.0
+
+    def watches(self, step: int) -> bool:
+        self._step = step
+        return step % 4 == 0 or super().watches(step)
+
+    def watch(self, tensor: Named, x: Tensor, residual: Tensor | None) -> None:
+        if super().watches(self._step):
+            super().watch(tensor, x, residual)
+        choice = self.choose(tensor, self._step)
+        if self._step % 4 == 0 and choice is not None:
+            values = x.float() if residual is None else x + residual
+            left = values.clone()
+            choice.draft(values, key=Key(2, self._step)).add_to(left, -1.0)
+            self.error += float(left.square().sum())
+
+
+def policy_named(name: str, job: dict[str, Any]) -> Any:
+    if name == "by hand":
+        return ByHand(job["phase"], job["strong"])
+    return Metered(policy_of(name)) if job.get("metered") else policy_of(name)
+
+
+def rank_main(job: dict[str, Any]) -> None:
+    """What runs on each rank: one training; rank 0 prints a line for each step."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import thinwire as tw
+    from thinwire.workloads import workload
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    task = workload(job["workload"])
+    model = DistributedDataParallel(task.model(job["seed"]), bucket_cap_mb=1)
+    optimizer = task.optimizer(model)
+    policy = policy_named(job["policy"], job)
+    granularity = job.get("granularity", "bucket")
+    wire = tw.attach(model, policy, seed=job["seed"], measure_every=0, granularity=granularity)
+    schedule = task.schedule(optimizer, job["steps"])
+    dist.barrier()
+    begin, sent = time.perf_counter(), 0
+    for step, batch in enumerate(task.batches(rank, size, job["seed"]), 1):
+        optimizer.zero_grad()
+        loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        row: dict[str, Any] = {"step": step, "loss": loss.item()}
+        row["seconds"] = time.perf_counter() - begin
+        tensors = wire.stats()["tensors"]
+        total = sum(tensors[name]["bytes_sent"] for name in wire.steering.targets)
+        row["bytes"], sent = total - sent, total
+        row["error"] = getattr(wire.steering.chooser, "error", 0.0)
+        row["now"] = sorted({str(c) for c in wire.steering._choices.values()})
+        if job.get("validate") and step % EVERY == 0:
+            row["metric"] = task.evaluate(model.module)
+            wire.observe(row["metric"])
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+        if "go" in job and step % job["phase"] == 0:  # the links are changed now
+            while rank == 0 and not Path(job["go"], str(step)).exists():
+                time.sleep(0.002)
+            dist.barrier()
+        if step == job["steps"]:
+            break
+    if rank == 0:
+        decisions = [decision._asdict() for decision in wire.decisions]
+        print(json.dumps({"decisions": decisions, "explain": wire.explain()}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(job: dict[str, Any], run: Any, console: Console, on_step: Any = None) -> dict[str, Any]:
+    """The rows of one training, with a line of progress."""
+    rows: list[dict[str, Any]] = []
+    with console.status(f"{job['policy']}, seed {job['seed']} ...") as status:
+
+        def on_row(row: dict[str, Any]) -> None:
+            rows.append(row)
+            if "step" in row:
+                words = f"{job['policy']}, seed {job['seed']}: step {row['step']} of {job['steps']}"
+                status.update(words)
+                if on_step is not None:
+                    on_step(row["step"])
+
+        run_ranks(run, __file__, job, on_row)
+    end = rows.pop()
+    last = rows[-1]
+    console.print(
+        f"{job['policy']}, seed {job['seed']}: {last['seconds']:.1f} s, loss {last['loss']:.3f}, "
+        f"{sum(row['bytes'] for row in rows) / 1e6:.2f} MB"
+    )
+    return {"policy": job["policy"], "seed": job["seed"], "rows": rows, **end}
+
+
+# A link that changes.
+
+
+def link(options: argparse.Namespace, console: Console) -> tuple[list[Any], list[Target]]:
+    from thinwire.lab import Lab
+
+    phase = options.phase
+    names = ("none", f"bandwidth:({options.strong})", "by hand")
+    found = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as go, Lab(options.ranks, options.fast) as lab:
+
+            def changed(step: int, lab: Any = lab, go: str = go) -> None:
+                if step % phase == 0:
+                    for host in range(options.ranks):
+                        lab.set_link(host, options.slow if step == phase else options.fast)
+                    Path(go, str(step)).touch()
+
+            def run(argv: list[str], on_line: Any, lab: Any = lab) -> None:
+                def heard(host: int, stream: str, line: str) -> None:
+                    if (host, stream) == (0, "stdout"):
+                        on_line(line)
+
+                lab.run(argv, timeout=LIMIT, on_line=heard)
+
+            job = {
+                "workload": options.workload or "images:hidden=256",
+                "policy": name,
+                "seed": 0,
+                "steps": 3 * phase,
+                "phase": phase,
+                "strong": options.strong,
+                "go": go,
+            }
+            found.append(train(job, run, console, changed))
+    dense, ours, oracle = (each["rows"][-1]["seconds"] for each in found)
+    followed = [_followed(found[1]["rows"], phase), _followed(found[1]["rows"], 2 * phase)]
+    table = Table(title=f"seconds at {options.fast}, then {options.slow}, then {options.fast}")
+    for column in ("policy", "first", "second", "third", "all"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for each in found:
+        ends = [each["rows"][i * phase - 1]["seconds"] for i in (1, 2, 3)]
+        parts = [b - a for a, b in zip([0.0, *ends], ends, strict=False)]
+        table.add_row(each["policy"], *(f"{part:.1f}" for part in [*parts, ends[-1]]))
+    console.print(table)
+    console.print(found[1]["explain"])
+    return found, [
+        Target.at_most("steps until it follows the drop", followed[0], 20),
+        Target.at_most("steps until it follows the return", followed[1], 20),
+        Target.at_most("time / the oracle's", ours / oracle, 1.25),
+        Target("times faster than dense", dense / ours, ">= 3", dense / ours >= 3),
+    ]
+
+
+def _followed(rows: list[dict[str, Any]], since: int) -> int:
+    """Steps from a change of the link until the choice that is in force at the end of the phase."""
+    phase = len(rows) // 3
+    final = rows[since + phase - 1]["now"]
+    late = [row["step"] for row in rows[since : since + phase] if row["now"] != final]
+    return max(late, default=since) - since
+
+
+# Too strong a start.
+
+
+def accuracy(options: argparse.Namespace, console: Console) -> tuple[list[Any], list[Target]]:
+    found = []
+    run = on_loopback(options.ranks)
+    for seed in range(options.seeds):
+        job = {
+            "workload": options.workload or "images",
+            "policy": "none",
+            "seed": seed,
+            "steps": options.steps or 300,
+            "validate": True,
+        }
+        dense = train(job, run, console)
+        curve = [(row["step"], row["metric"]) for row in dense["rows"] if "metric" in row]
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(curve, file)
+            file.flush()
+            start = options.start
+            policy = f"accuracy:({start}),{options.band},{file.name}"
+            ours = train({**job, "policy": policy}, run, console)
+            ours["policy"] = f"accuracy:({start}),{options.band},dense's curve"
+        found += [dense, ours, train({**job, "policy": start}, run, console)]
+    ends = [each["rows"][-1]["metric"] for each in found]
+    dense, ours, fixed = (sum(ends[i::3]) / options.seeds for i in range(3))
+    table = Table(title="accuracy in the end, means over seeds")
+    for column in ("policy", "accuracy", "MB"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for i, metric in enumerate((dense, ours, fixed)):
+        moved = sum(row["bytes"] for each in found[i::3] for row in each["rows"]) / options.seeds
+        table.add_row(found[i]["policy"], f"{metric:.2f}", f"{moved / 1e6:.1f}")
+    console.print(table)
+    if options.picture:
+        draw_accuracy(found, options.picture)
+    short = 100 * (dense - ours) / dense
+    return found, [Target.at_most("% below dense in the end", short, 0.5)]
+
+
+def draw_accuracy(found: list[dict[str, Any]], path: Path) -> None:
+    from thinwire.report.figure import INK, new_figure
+
+    figure = new_figure(8.0, 6.0)
+    above, below = figure.subplots(2, 1, sharex=True)
+    colors = ("#555555", "#0072B2", "#D55E00")
+    full = [row["bytes"] for row in found[0]["rows"]]
+    for each, color in zip(found[:3], colors, strict=True):
+        points = [(row["step"], row["metric"]) for row in each["rows"] if "metric" in row]
+        above.plot(*zip(*points, strict=True), color=color, label=each["policy"])
+        ratios = [a / max(1, row["bytes"]) for a, row in zip(full, each["rows"], strict=True)]
+        below.plot([row["step"] for row in each["rows"]], ratios, color=color)
+    above.set_ylabel("validation accuracy, %")
+    above.set_title("Compression that follows the accuracy, from too strong a start")
+    above.legend(frameon=False, fontsize=9, loc="lower right")
+    below.set_yscale("log")
+    below.set_ylabel("times fewer bytes than dense")
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.grid(visible=True, color=INK, alpha=0.15, lw=0.6)
+    figure.savefig(path, format="png", facecolor="white")
+
+
+# A setting for each layer.
+
+
+def layers(options: argparse.Namespace, console: Console) -> tuple[list[Any], list[Target]]:
+    found = []
+    profile = 20
+    for name in (options.uniform, f"solve:({options.uniform}),{options.budget},{profile}"):
+        job = {
+            "workload": options.workload or "text",
+            "policy": name,
+            "seed": 0,
+            "steps": options.steps or 120,
+            "metered": True,
+            "granularity": "tensor",
+        }
+        found.append(train(job, on_loopback(options.ranks), console))
+    first = profile + 3 + 1
+    parts = []
+    for each in found:
+        rows = each["rows"][first:]
+        moved = sum(row["bytes"] for row in rows)
+        parts.append((moved, rows[-1]["error"] - rows[0]["error"], rows[-1]["loss"]))
+    (a, error, _), (b, ours, _) = parts
+    table = Table(title=f"after {first} steps, rank 0")
+    for column in ("policy", "MB", "error / uniform's", "loss of the last step"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for each, (moved, made, loss) in zip(found, parts, strict=True):
+        table.add_row(each["policy"], f"{moved / 1e6:.2f}", f"{made / error:.3f}", f"{loss:.3f}")
+    console.print(table)
+    console.print(found[1]["explain"])
+    return found, [
+        Target("times fewer bytes than uniform", a / b, ">= 1.5", a / b >= 1.5),
+        Target.at_most("error / uniform's", ours / error, 1.05),
+    ]
+
+
+STUDIES = {"link": link, "accuracy": accuracy, "layers": layers}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("study", nargs="?", choices=tuple(STUDIES), default="link")
+    parser.add_argument("--workload", help="a bundled one; each study has its own")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks or hosts (4)")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings, of accuracy (3)")
+    parser.add_argument("--steps", type=int, help="of accuracy (300) and layers (120)")
+    parser.add_argument("--phase", type=int, default=60, help="steps of each rate, of link (60)")
+    parser.add_argument("--fast", default="1gbit", help="rate, of link (1gbit)")
+    parser.add_argument("--slow", default="20mbit", help="rate, of link (20mbit)")
+    parser.add_argument("--strong", default="topk:0.01|quantize:4", help="compressor, of link")
+    parser.add_argument("--start", default="topk:0.0003", help="compressor, of accuracy")
+    parser.add_argument("--band", type=float, default=1.0, help="in %%, of accuracy (1)")
+    parser.add_argument("--uniform", default="topk:0.01", help="compressor, of layers")
+    parser.add_argument("--budget", type=float, default=1.0, help="of error, of layers (1)")
+    parser.add_argument("--out", type=Path, help="write a JSON record here")
+    parser.add_argument("--picture", type=Path, help="draw accuracy's study as a PNG")
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        rank_main(json.loads(options.as_rank.read_text()))
+        return 0
+    console = Console(width=110)
+    found, targets = STUDIES[options.study](options, console)
+    show_targets(console, targets)
+    if options.out:
+        schema = f"thinwire-bench-policies-{options.study}-1"
+        notes = ["all hosts and ranks share this machine's cores"]
+        write_record(options.out, schema, vars(options), notes, found, targets)
+        console.print(f"written: {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
