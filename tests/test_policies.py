@@ -331,7 +331,8 @@ def test_a_link_that_changes_is_followed(seed):
     assert set(fast) == {"None"}
     assert "None" not in slow[5:]
     assert set(again[20:]) == {"None"}
-    assert len(set(slow[20:])) == 1, "it has settled"
+    settled = slow[20:]
+    assert settled.count(max(set(settled), key=settled.count)) >= 34, "but for a few tries"
     # The best single choice, known in advance.
     sizes = [bytes_of(rung, link.where.tensors, 4, True) for rung in link.ladder[1:]]
     best = 60 * 1.1 * (0.1 + max(0.0, 0.007 + 8 * min(sizes) / 2e7 - 0.05))
@@ -343,14 +344,16 @@ def test_choices_do_not_flutter_at_the_border():
     for rate in (5e7, 8e7, 1.2e8, 2e8, 3e8):
         link = Link(*begun(STRONG), seed=7)
         used = [link.go(rate) for _ in range(300)]
+        most = used.count(max(set(used), key=used.count))
         changes = sum(a != b for a, b in itertools.pairwise(used))
-        assert changes <= 12, (rate, changes)
+        assert most >= 0.8 * len(used), (rate, used)
+        assert changes <= 30, (rate, changes)  # tries, every so often
 
 
 def test_nothing_fits_but_something_is_least():
     link = Link(*begun(STRONG))
     used = [link.go(1e5) for _ in range(40)]
-    assert set(used[10:]) == {"topk:0.01|quantize:4"}
+    assert used[10:].count("topk:0.01|quantize:4") >= 24
 
 
 # Accuracy.

@@ -12,12 +12,12 @@ from thinwire.policies.ladder import bytes_of, ladder_of
 
 FIRST = 2  # steps that are not looked at: connections and kernels are made in them
 SETTLED = 2  # steps with one choice before the next one is made
-PATIENCE = 3  # steps for which a lighter choice must look good
-LONGEST = 48  # the same, after lighter choices that were not
-MARGIN = 0.8  # share of the time allowed that a lighter choice may take
+PATIENCE = 3  # steps for which a lighter choice must seem to fit
+LOOK = 8  # steps after which the next lighter choice is tried
+RARELY = 64  # the same, after tries that were expensive
 SURPRISE = 2.0  # times more or less than before, twice: the link has changed
-NEARLY = 1.15  # times the least that is as good when nothing fits: the lightest of them
-OLD = 200  # steps after which what another choice took is forgotten
+NEARLY = 1.2  # times the least that is as good when nothing fits: the lightest of them
+OLD = 100  # steps after which what another choice took is forgotten
 _FIELDS = 6  # numbers of a rank
 
 
@@ -28,8 +28,9 @@ class Bandwidth(Policy):
     Every step the ranks compare what they measured: seconds and bytes of the real exchanges, and
     how long computing took. From these follows what each strength of the compressor would take; the
     lightest one is used that would add at most `target` of the computing time. On a fast link that
-    is none at all. It gets stronger at once, and lighter only when that has looked good for a
-    while, longer each time it was not.
+    is none at all. It gets stronger at once, and lighter when that has seemed to fit for three
+    steps. Small messages say little about a link, so every eight steps it tries the next lighter
+    strength for two, less often where that was expensive.
 
     Args:
         then: the strongest compressor allowed; lighter versions of it come before it.
@@ -74,10 +75,10 @@ class _Following(Chooser):
         self._rung = 0
         self._seen = 0  # steps
         self._settled = 0  # steps with this rung
-        self._patience = PATIENCE
-        self._lighter = 0  # steps in which a lighter rung looked good
+        self._lighter = 0  # steps in a row in which a lighter rung seemed to fit
         self._since = 1
-        self._tried = -LONGEST  # the step of the last move to a lighter rung
+        self._wait = LOOK
+        self._from = -1  # the rung to go back to, while a lighter one is tried
         count = len(self._rungs)
         self._sizes = [0.0] * count  # bytes of a step with each rung, 0 where nothing is known
         self._times = [0.0] * count  # its seconds on the network
@@ -127,6 +128,7 @@ class _Following(Chooser):
         self._odd = self._odd + 1 if odd else 0
         if odd and self._odd < 2:
             return  # once is chance
+        self._wait = LOOK if odd else self._wait
         for i, known in enumerate(self._known):
             if i == now or odd or step - known > OLD:
                 self._sizes[i] = self._times[i] = 0.0
@@ -163,29 +165,30 @@ class _Following(Chooser):
         ]
 
     def _decide(self, step: int, num_bytes: float) -> None:
-        costs = self._costs(num_bytes)
+        if self._settled < SETTLED:
+            return
+        costs, now = self._costs(num_bytes), self._rung
         computing, window, _ = self._last
         allowed = window + self._target * computing
         fitting = [i for i, cost in enumerate(costs) if cost <= allowed]
-        least = [i for i, cost in enumerate(costs) if cost <= NEARLY * min(costs)]
-        wanted = fitting[0] if fitting else least[0]
-        if self._settled < SETTLED:
-            return
-        if wanted > self._rung or (wanted < self._rung and self._rung not in [*fitting, *least]):
-            if wanted > self._rung and step - self._tried < 2 * PATIENCE:
-                self._patience = min(LONGEST, 2 * self._patience)  # that was too light
-            self._move(step, wanted, costs, allowed)
-            return
-        good = [i for i in fitting if i < self._rung and costs[i] <= MARGIN * allowed]
-        self._lighter = self._lighter + 1 if good else 0
-        if self._lighter >= self._patience:
-            self._tried = step
-            self._move(step, good[0], costs, allowed)
-        elif step - self._tried == LONGEST:
-            self._patience = PATIENCE  # the lighter choice has proved itself
+        fitting = fitting or [i for i, cost in enumerate(costs) if cost <= NEARLY * min(costs)]
+        back, self._from = self._from, -1
+        self._lighter = self._lighter + 1 if fitting[0] < now else 0
+        if back >= 0 and costs[now] > max(allowed, NEARLY * costs[back]):
+            dear = costs[now] > 2 * costs[back]
+            self._wait = min(2 * self._wait, RARELY) if dear else LOOK
+            self._move(step, back, costs, allowed, "not yet")
+        elif now not in fitting or self._lighter >= PATIENCE:
+            self._move(step, fitting[0], costs, allowed)
+        elif now and (back >= 0 or step - self._since >= self._wait):
+            self._move(step, now - 1, costs, allowed, "a try")
+            self._from = now
 
-    def _move(self, step: int, rung: int, costs: list[float], allowed: float) -> None:
-        why = (
+    def _move(
+        self, step: int, rung: int, costs: list[float], allowed: float, word: str = ""
+    ) -> None:
+        why = f"{word}: " if word else ""
+        why += (
             f"communication would take {1e3 * costs[self._rung]:.0f} ms, now "
             f"{1e3 * costs[rung]:.0f} ms; {1e3 * allowed:.0f} ms are hidden or allowed"
         )
@@ -213,14 +216,15 @@ class _Following(Chooser):
         return lines
 
     def state(self) -> list[float]:
-        counts = (self._rung, self._settled, self._patience, self._lighter, self._odd)
+        counts = [self._rung, self._settled, self._lighter, self._odd, self._since]
+        counts += [self._from, self._wait]
         link = (*self._sizes, *self._times, *self._known, *self._codec)
-        return [*counts, self._since, self._tried, *self._last, self._shortest, *link]
+        return [*map(float, counts), *self._last, self._shortest, *link]
 
     def load(self, state: Sequence[float]) -> None:
         counts = [int(number) for number in state[:7]]
-        self._rung, self._settled, self._patience, self._lighter, self._odd = counts[:5]
-        self._since, self._tried = counts[5:]
+        self._rung, self._settled, self._lighter, self._odd, self._since = counts[:5]
+        self._from, self._wait = counts[5:]
         self._seen = 0  # a new process makes its connections and kernels anew
         self._last, self._shortest = (state[7], state[8], state[9]), state[10]
         n = len(self._rungs)
