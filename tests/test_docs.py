@@ -11,7 +11,18 @@ import pytest
 import thinwire as tw
 
 ROOT = Path(__file__).parent.parent
-ROOMS = (*("compressors", "collectives", "feedback", "methods", "optim", "training", "workloads"),)
+ROOMS = (
+    *(
+        "compressors",
+        "collectives",
+        "feedback",
+        "methods",
+        "optim",
+        "policies",
+        "training",
+        "workloads",
+    ),
+)
 MODULES = [
     f"thinwire.{room}.{module.name}"
     for room in ROOMS

@@ -1,9 +1,9 @@
 """`thinwire compressors`: what there is, and how a spec string names it."""
 
 import argparse
-import json
-import re
 from typing import TYPE_CHECKING
+
+from thinwire.cli.listing import show
 
 if TYPE_CHECKING:
     from thinwire.cli.parser import Parser
@@ -34,32 +34,5 @@ def run(arguments: argparse.Namespace) -> int:
 
     kinds = {**BY_NAME, **JOINT}
     found = [(name, usage(kinds[name]), line) for name, line in compressors().items()]
-    if arguments.json:
-        keys = ("name", "usage", "description")
-        print(json.dumps([dict(zip(keys, row, strict=True)) for row in found], indent=2))
-        return 0
-
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    from thinwire.cli.screen import console
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("name", no_wrap=True)
-    table.add_column("spec, with defaults", no_wrap=True)
-    table.add_column("what it sends")
-    for name, spec, line in found:
-        table.add_row(Text(name, "bold"), Text(in_lines(spec)), Text(line))
-    console().print(table)
-    return 0
-
-
-def in_lines(spec: str, width: int = 44) -> str:
-    """The spec broken after commas."""
-    lines = [""]
-    for piece in re.findall(r"[^,]+,?", spec):
-        if len(lines[-1]) + len(piece) > width:
-            lines.append("  ")
-        lines[-1] += piece
-    return "\n".join(lines)
+    titles = ("name", "spec, with defaults", "what it sends")
+    return show(found, ("name", "usage", "description"), titles, arguments.json)

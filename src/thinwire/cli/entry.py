@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from thinwire.cli import bench, compare, compressors, lab, methods, report
+from thinwire.cli import bench, compare, compressors, lab, methods, policies, report
 from thinwire.cli.interrupt import INTERRUPTED
 from thinwire.cli.parser import Parser
 
@@ -59,6 +59,7 @@ def _parser() -> Parser:
     report.add(commands)
     compressors.add(commands)
     methods.add(commands)
+    policies.add(commands)
     bench.add(commands)
     lab.add(commands)
     return parser

@@ -1,8 +1,9 @@
 """`thinwire methods`: the methods of papers, and how a spec string names them."""
 
 import argparse
-import json
 from typing import TYPE_CHECKING
+
+from thinwire.cli.listing import show
 
 if TYPE_CHECKING:
     from thinwire.cli.parser import Parser
@@ -31,24 +32,5 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     from thinwire.policies.named import methods
 
-    keys = ("usage", "made of", "description")
-    rows = methods()
-    if arguments.json:
-        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2))
-        return 0
-
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    from thinwire.cli.compressors import in_lines
-    from thinwire.cli.screen import console
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("spec, with defaults", no_wrap=True)
-    table.add_column("compressor + feedback, collective")
-    table.add_column("what it does")
-    for usage, made, line in rows:
-        table.add_row(Text(in_lines(usage, 30), "bold"), Text(made), Text(line))
-    console().print(table)
-    return 0
+    titles = ("spec, with defaults", "compressor + feedback, collective", "what it does")
+    return show(methods(), ("usage", "made of", "description"), titles, arguments.json)

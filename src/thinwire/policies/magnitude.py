@@ -33,8 +33,8 @@ class Magnitude(Policy):
 
     Example:
         >>> import thinwire as tw
-        >>> str(tw.Magnitude(0.01, small="quantize:2"))
-        'magnitude:0.01,small=(quantize:2)'
+        >>> str(tw.Magnitude(0.05, small="quantize:2"))
+        'magnitude:0.05,small=(quantize:2)'
     """
 
     density: float = 0.01

@@ -3,7 +3,7 @@
 from typing import Any
 
 from thinwire.compressors import Compressor, parse
-from thinwire.compressors.spec import build, read_value
+from thinwire.compressors.spec import build, read_value, usage
 from thinwire.policies.accuracy import Accuracy
 from thinwire.policies.auto import Auto
 from thinwire.policies.bandwidth import Bandwidth
@@ -23,6 +23,13 @@ BY_NAME: dict[str, type[Policy]] = {kind.name: kind for kind in _ALL}
 def policies() -> dict[str, str]:
     """Every policy's name in spec strings, with one line on what it does."""
     return {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in BY_NAME.items()}
+
+
+def usages() -> list[tuple[str, str]]:
+    """Every policy's spec with its arguments, and a line on it; for `thinwire policies`."""
+    rules = {"layerwise": "layerwise:(PATTERN=SPEC; ...) or layerwise:FILE"}
+    lines = policies()
+    return [(rules.get(kind.name) or usage(kind), lines[kind.name]) for kind in _ALL]
 
 
 def is_policy(spec: str) -> bool:
