@@ -27,7 +27,7 @@ def policies() -> dict[str, str]:
 
 def usages() -> list[tuple[str, str]]:
     """Every policy's spec with its arguments, and a line on it; for `thinwire policies`."""
-    rules = {"layerwise": "layerwise:(PATTERN=SPEC; ...) or layerwise:FILE"}
+    rules = {"layerwise": "layerwise:(PATTERN=SPEC; ...)"}
     lines = policies()
     return [(rules.get(kind.name) or usage(kind), lines[kind.name]) for kind in _ALL]
 
