@@ -91,6 +91,19 @@ class Load(NamedTuple):
             choice=self.choice * factor,
         )
 
+    def part(self, share: float) -> "Load":
+        """That of a share of each tensor."""
+        return self._replace(
+            frame=share * self.frame,
+            opened=share * self.opened,
+            draft=share * self.draft,
+            choice=share * self.choice,
+            squeezed=share * self.squeezed,
+            passing=share * self.passing,
+            sums=share * self.sums,
+            dense=share * self.dense,
+        )
+
     @classmethod
     def of(cls, parts: Sequence[Part], compressor: Compressor) -> "Load":
         frame = opened = draft = choice = squeezed = passing = sums = dense = 0.0
@@ -114,12 +127,16 @@ class Load(NamedTuple):
 
 def estimate(collective: str, load: Load, size: int, rounds: int = 1) -> Estimate:
     """Peak extra bytes of an exchange among `size` ranks: those of its largest phase."""
-    phases = _PHASES[collective](load, size, rounds)
-    largest = max(phases, key=lambda phase: sum(phase.values()))
-    return Estimate(tuple((name, int(value)) for name, value in largest.items()))
+    return largest(_PHASES[collective](load, size, rounds))
 
 
 Phase = dict[str, float]
+
+
+def largest(phases: Sequence[Phase]) -> Estimate:
+    """The phase that takes most."""
+    found = max(phases, key=lambda phase: sum(phase.values()))
+    return Estimate(tuple((name, int(value)) for name, value in found.items()))
 
 
 def _gathering(frame: float, size: int) -> Phase:
