@@ -86,11 +86,9 @@ def _phases(work: Work, layers: Layers, place: int, rounds: int) -> list[Phase]:
     result = {"result": own * (inner.draft + inner.frame)}
     phases: list[Phase] = [
         drafts | {"encoding": inner.passing / count, "messages": sent * inner.frame},
-        drafts | {"messages, padded, joined": 3 * sent * inner.frame} | received,
+        drafts | {"messages, joined": 2 * sent * inner.frame} | received,
         drafts | received | {"opened": others * own * inner.opened, "sum": own * inner.sums},
-        held.phase
-        | result
-        | {"copies, padded, joined": 2 * others * own * inner.frame, "results": sent * inner.frame},
+        held.phase | result | {"copies": others * own * inner.frame, "results": sent * inner.frame},
     ]
     if own:
         collective = kind(between(work, layers), work)

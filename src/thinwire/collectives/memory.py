@@ -186,7 +186,7 @@ def _broadcast(load: Load, size: int, rounds: int) -> list[Phase]:
 def _scatter(load: Load, size: int, rounds: int) -> list[Phase]:
     share = (size - 1) / size
     own = {"own payloads": share * load.draft}
-    messages = {"messages, padded, joined": 3 * share * load.frame}
+    messages = {"messages, joined": 2 * share * load.frame}
     received = {"received": share * load.frame}
     shard = {"opened": share * load.opened, "sum of the own shard": load.sums / size}
     shard |= {"unzipping": 2 * load.squeezed / size}
@@ -215,7 +215,7 @@ def _twoshot(load: Load, size: int, rounds: int) -> list[Phase]:
 def _sparse(load: Load, size: int, rounds: int) -> list[Phase]:
     share, chosen = (size - 1) / size, {"chosen": 1.5 * load.choice}
     sent = {"own payloads": share * load.frame}
-    messages = {"messages, padded, joined": 3 * share * load.frame}
+    messages = {"messages, joined": 2 * share * load.frame}
     received = {"received": share * load.frame}
     shard = {"sums of the own region": load.sums / size}
     opened = {"opened": share * load.opened, "choosing": 2 * load.choice / size}

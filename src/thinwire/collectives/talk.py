@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thinwire.collectives.handle import Account
 from thinwire.collectives.link import Link
-from thinwire.collectives.message import aligned, padded
+from thinwire.collectives.message import aligned, joined, padded
 from thinwire.errors import MismatchError, PeerError
 from thinwire.telemetry import span
 
@@ -166,8 +166,7 @@ class Talk:
         sent = [aligned(message.numel()) for message in messages]
         received = [aligned(length) for length in lengths]
         with self.clock("network"):
-            pieces = [padded(m, slot) for m, slot in zip(messages, sent, strict=True)]
-            outgoing = torch.cat(pieces).to(self._wire)
+            outgoing = joined(messages, sent, self._wire)
             table = self.link.all_to_all(outgoing, sent, received, self._limit)
             slots = torch.split(table.to(self.device), received)
         return [slot[:length] for slot, length in zip(slots, lengths, strict=True)]

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.collectives.nodes import Nodes
+from thinwire.collectives.reduce import check_collective
 from thinwire.collectives.start import Timeout, compressor_of
 from thinwire.compressors import Compressor
 from thinwire.feedback import DGC, Feedback, Vote
 from thinwire.methods.named import recipe_of
-from thinwire.methods.reducer import Reducer, check_collective
+from thinwire.methods.reducer import Reducer
 from thinwire.training.momentum import take_momentum, with_momentum
 from thinwire.training.names import parameter_names, unwrapped
 from thinwire.training.planner import Planner
@@ -50,6 +52,9 @@ def attach(
     feedback: Feedback | str = "auto",
     granularity: str = "bucket",
     collective: str = "auto",
+    nodes: Nodes = None,
+    inner: Compressor | str = "none",
+    inner_feedback: str = "ef14",
     min_numel: int = 1024,
     exclude: str | Sequence[str] = (),
     scaler: Any = None,
@@ -77,6 +82,10 @@ def attach(
         granularity: "bucket" compresses all tensors of one of DDP's buckets as one, which is
             faster; "tensor" compresses each by itself.
         collective, max_bytes, timeout: as for `thinwire.all_reduce`.
+        nodes, inner, inner_feedback: as for `thinwire.all_reduce`: ``nodes=8`` for eight ranks a
+            node adds gradients up inside nodes, as they are or with the compressor `inner`, and
+            compresses only what goes between nodes. Tensors that travel as they are do so, too,
+            unless they come to less than 64 KiB together.
         exclude: patterns of parameter names, as in a shell ("embed*", "*.head.*").
         scaler: the GradScaler of this model, if there is one: residuals follow its scale and stay
             as they were in steps that it skips (at the cost of a second copy of the residuals).
@@ -116,7 +125,8 @@ def attach(
         if feedback != "auto":
             raise ValueError(f"{recipe.name} has a feedback of its own, got {feedback!r}")
         compressor, feedback = recipe.compressor, recipe.feedback
-        collective = recipe.collective if collective == "auto" else collective
+        if check_collective(collective, recipe.compressor, nodes, inner) == "auto":
+            collective = recipe.collective
         if recipe.momentum:
             if optimizer is None:
                 raise ValueError(f"{recipe.name} takes over the optimizer's momentum: optimizer=")
@@ -129,12 +139,15 @@ def attach(
     choices = _choices({n: p for p, n in named}, compressor, min_numel, patterns)
     used = {choice for choice in choices.values() if choice is not None}
     for choice in used:
-        check_collective(collective, choice)
+        check_collective(collective, choice, nodes, inner)
     group = ddp.process_group
     reducer = Reducer(
         min(used, key=str) if used else "none",
         feedback=feedback,
         collective=collective,
+        nodes=nodes,
+        inner=inner,
+        inner_feedback=inner_feedback,
         group=group,
         max_bytes=max_bytes,
         timeout=timeout,
