@@ -152,7 +152,7 @@ class _Exchange:
 
     def _result(self, part: Part) -> Payload:
         inner, x = self.layers.inner, part.x
-        if self.work.compressor.sparse:
+        if self.work.compressor.sparse and x.numel():
             there = x.nonzero().flatten()
             if FEW * there.numel() <= x.numel():
                 return _single(there, part, inner.fingerprint)
