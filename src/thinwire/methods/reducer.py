@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.channel import process_group
-from thinwire.collectives.choose import SMALL
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import limit_of
 from thinwire.collectives.nodes import Nodes, layers_of
@@ -33,6 +32,7 @@ from thinwire.telemetry import Ledger
 
 DENSE = NoCompression()  # what travels as it is; a user's own NoCompression is another object
 SHOWN = 300  # letters of names in an error
+DIVIDED = 1 << 17  # bytes of dense tensors from which four meetings cost less than they save
 
 
 class Reducer:
@@ -219,7 +219,7 @@ class Reducer:
 
     def _way(self, units: Sequence[Unit], compressor: Compressor) -> dict[str, Any]:
         """Through which collective; what is small is sooner sent as it is than divided."""
-        small = sum(unit.num_bytes for unit in units) < SMALL
+        small = sum(unit.num_bytes for unit in units) < DIVIDED
         if compressor is DENSE and (small or not self._layers):
             return {"collective": "auto"}
         return {"collective": self._collective, **self._layers}

@@ -85,7 +85,7 @@ def attach(
         nodes, inner, inner_feedback: as for `thinwire.all_reduce`: ``nodes=8`` for eight ranks a
             node adds gradients up inside nodes, as they are or with the compressor `inner`, and
             compresses only what goes between nodes. Tensors that travel as they are do so, too,
-            unless they come to less than 64 KiB together.
+            unless they come to less than 128 KiB together.
         exclude: patterns of parameter names, as in a shell ("embed*", "*.head.*").
         scaler: the GradScaler of this model, if there is one: residuals follow its scale and stay
             as they were in steps that it skips (at the cost of a second copy of the residuals).
