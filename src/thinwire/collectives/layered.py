@@ -6,6 +6,7 @@ from typing import NamedTuple
 from thinwire.collectives.carry import chosen, kind
 from thinwire.collectives.memory import (
     MOST_ROUNDS,
+    Estimate,
     Load,
     Phase,
     estimate,
@@ -48,7 +49,7 @@ class Held(NamedTuple):
 
     @property
     def phase(self) -> Phase:
-        return {"payloads of shards": self.payloads, "sum of the own shard": self.sums}
+        return {"payloads kept": self.payloads, "the node's sum": self.sums}
 
 
 def between(work: Work, layers: Layers) -> str:
@@ -60,12 +61,17 @@ def guard_layers(work: Work, layers: Layers, place: int, size: int) -> None:
     """Refuse an exchange that would take more than the limit on this rank."""
     if work.limit is None:
         return
-    rounds, need = 1, largest(_phases(work, layers, place, 1))
+    rounds, need = 1, estimate_layers(work, layers, place)
     while need.num_bytes > work.limit and rounds < MOST_ROUNDS:
         rounds *= 2
-        need = largest(_phases(work, layers, place, rounds))
+        need = estimate_layers(work, layers, place, rounds)
     if need.num_bytes > work.limit:
         raise refuse("hierarchical", need, work.limit, size)
+
+
+def estimate_layers(work: Work, layers: Layers, place: int, rounds: int = 1) -> Estimate:
+    """Peak extra bytes on one rank, with so many rounds between nodes if "gather" goes there."""
+    return largest(_phases(work, layers, place, rounds))
 
 
 def _shares(layers: Layers, place: int) -> tuple[float, float]:
@@ -83,12 +89,17 @@ def _phases(work: Work, layers: Layers, place: int, rounds: int) -> list[Phase]:
     count = layers.num_shards
     drafts = {"payloads of shards": sent * inner.draft}
     received = {"received": others * own * inner.frame}
-    result = {"result": own * (inner.draft + inner.frame)}
+    # A sparse result has at most the elements that all nodes have sent.
+    frame, draft = inner.frame, inner.draft
+    if work.compressor.sparse:
+        frame = min(frame, len(layers.places) * outer.frame)
+        draft = min(draft, len(layers.places) * outer.draft)
+    result = {"result": own * (draft + frame), "copies": others * own * frame}
     phases: list[Phase] = [
         drafts | {"encoding": inner.passing / count, "messages": sent * inner.frame},
         drafts | {"messages, joined": 2 * sent * inner.frame} | received,
-        drafts | received | {"opened": others * own * inner.opened, "sum": own * inner.sums},
-        held.phase | result | {"copies": others * own * inner.frame, "results": sent * inner.frame},
+        received | {"opened": others * own * inner.opened} | held.phase,
+        held.phase | result | {"results": sent * frame},
     ]
     if own:
         collective = kind(between(work, layers), work)
