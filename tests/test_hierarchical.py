@@ -379,7 +379,7 @@ def die() -> None:
 
 def on_death(nodes: list[list[int]], victim: int, when: str | int) -> tuple[Report, Report]:
     """The victim dies before the call, when connections are made, or 5 ms after its n-th transfer
-    inside or between nodes has begun."""
+    inside or between nodes has begun; or it stalls."""
     if when != "connecting":
         assert works(nodes)
     if dist.get_rank() == victim:
@@ -397,12 +397,18 @@ def on_death(nodes: list[list[int]], victim: int, when: str | int) -> tuple[Repo
             Link.branch = lambda *_: die()
         if when == "before":
             die()
-    return attempt(nodes, 3_000_000, "quantize:8"), attempt(nodes)
+        if when == "stalled":
+            time.sleep(1000)
+    timeout = 1.0 if when == "stalled" else 30.0
+    return attempt(nodes, 3_000_000, "quantize:8", timeout=timeout), attempt(nodes)
 
 
 @pytest.mark.parametrize(
     ("size", "victim", "when"),
-    [(4, 3, "before"), (4, 1, "connecting"), (4, 2, 1), (5, 4, 1), (5, 3, 2), (5, 1, 3)],
+    [
+        *((4, 3, "before"), (4, 1, "connecting"), (5, 0, "stalled")),
+        *((4, 2, 1), (5, 4, 1), (5, 3, 2), (5, 1, 3)),
+    ],
 )
 def test_a_death_ends_all_others_at_once_and_loses_nothing(size, victim, when):
     with ranks.Ranks(size) as group:

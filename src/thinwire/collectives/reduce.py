@@ -223,6 +223,7 @@ def start(
     details: tuple[tuple[str, str], ...] = ()
     if collective == "hierarchical":
         layers = layers_of(nodes, inner, inner_feedback, session.group)
+        check(operation, layers.inner, tensors, residuals)
         details = layers.details
     carried, way = compressor, collective  # what is done, where that is not what was asked for
     if layers is not None and layers.flat:
@@ -270,7 +271,8 @@ def start(
         handle.account.collective = used
         if (handle.what, used) not in noted:
             noted.add((handle.what, used))
-            where = f" of nodes {layers}, {inter or carried} between them" if layers else ""
+            where = f", nodes {layers}" if layers is not None else ""
+            where += f", {inter} between them" if inter else ""
             log.info("%s: %s over %d ranks%s", handle.what, used, session.size, where)
         if layers is not None and used == "hierarchical":
             hierarchical(talk, work, layers, inter)
