@@ -42,6 +42,7 @@ bench: setup  ## Measure against the performance targets
 
 bench-network: setup  ## Measure the collectives on a slow network of this machine's own
 	$(VENV)/bin/python benchmarks/collectives.py
+	$(VENV)/bin/python benchmarks/hierarchical.py
 
 bench-training: setup  ## Train with and without compression; measure the DDP hook (about an hour)
 	$(VENV)/bin/python benchmarks/ddp.py

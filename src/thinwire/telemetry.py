@@ -100,6 +100,7 @@ class Ledger:
     bytes_sent: int = 0
     bytes_received: int = 0
     wire_bytes: int = 0
+    between_bytes: int = 0
     exchanges: int = 0
     _open: list[tuple[Ended, list[Size], str]] = field(default_factory=list)
 
@@ -133,6 +134,7 @@ class Ledger:
         self.bytes_sent += account.bytes_sent
         self.bytes_received += account.bytes_received
         self.wire_bytes += account.wire_bytes
+        self.between_bytes += account.between_bytes
         for kind, seconds in account.seconds.items():
             self.add_seconds(kind, seconds)
         total = sum(num_bytes for _, _, num_bytes in sizes) or 1

@@ -2,7 +2,7 @@
 
 from thinwire.compressors import Compressor, Joint
 
-COLLECTIVES = ("auto", "gather", "summable", "twoshot", "sparse", "joint")
+COLLECTIVES = ("auto", "gather", "summable", "twoshot", "sparse", "joint", "hierarchical")
 SMALL = 1 << 16  # bytes that gather may move more: less than what another meeting costs
 TWICE = 0.5  # what compresses twice must move at most this share of gather's bytes
 

@@ -17,6 +17,8 @@ class Account:
         bytes_sent, bytes_received: by this rank, without any headers.
         wire_bytes: bytes_sent with what gloo adds to each message: what TCP carries. The counter of
             an Ethernet interface shows 66 bytes more for each packet of at most 1448.
+        between_bytes: those of bytes_sent that went to another node, meetings apart; counted by
+            the hierarchical collective, the only one that knows of nodes.
         finite: False if a rank's tensor held NaN or infinity, so that no residual was changed.
             What travels as it is (NoCompression without a residual) is not looked at.
         told: this rank could not go on, and all others know.
@@ -29,6 +31,7 @@ class Account:
     bytes_sent: int = 0
     bytes_received: int = 0
     wire_bytes: int = 0
+    between_bytes: int = 0
     finite: bool = True
     told: bool = False
     lost: bool = False

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire import kernels
 from thinwire.collectives.talk import Talk
 from thinwire.collectives.work import Part, Work
 from thinwire.compressors.joint import Joint, Seen
@@ -30,7 +29,7 @@ def joint(talk: Talk, work: Work) -> None:
         views = [_view(part, compressor, recall) for part, recall in work.recalled()]
         seen = [view for view in views if isinstance(view, Seen)]
         plain = [view for view in views if isinstance(view, Tensor)]
-        sound = all(_finite(part) for part in work.parts)
+        sound = all(part.finite for part in work.parts)
         search = compressor.find(seen)
         wanted = [*next(search), *plain]
     said = talk.meet([not sound])
@@ -73,13 +72,6 @@ def _view(part: Part, compressor: Joint, recall: dict[str, Tensor]) -> Seen | Te
     if part.r is not None:
         values[:n].add_(part.r)
     return values if shape is None else Seen(values.view(rows, columns), part.key, dict(recall))
-
-
-def _finite(part: Part) -> bool:
-    if not part.x.numel():
-        return True
-    wide = part.x if part.x.dtype == part.real else part.x.to(part.real)
-    return bool(kernels.on(part.x.device).all_finite(wide, part.r))
 
 
 def _all_finite(tensors: Sequence[Tensor]) -> bool:

@@ -5,6 +5,9 @@ the collectives that the user's program runs at the same time. For gloo it is ma
 the group's store: `torch.distributed.new_group` would need every rank of the world, and names the
 new group by how many groups a rank has, which need not be the same everywhere.
 
+A branch connects some of the members alone. It belongs to its link: what it moves counts there, and
+whoever loses one of them loses all, so that members who wait elsewhere learn of it.
+
 Everything waits in short steps, so that a thread that waits can be told to give up: a thread that
 sits inside torch when the interpreter ends takes the process down with a crash.
 """
@@ -12,7 +15,7 @@ sits inside torch when the interpreter ends takes the process down with a crash.
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -57,9 +60,16 @@ class Link:
         members: who takes part.
         limit: how long to wait for them to come.
         stopped: asked while waiting; when it says True, `GivenUpError` is raised.
+        root: the link that this is a branch of.
     """
 
-    def __init__(self, members: Members, limit: timedelta, stopped: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        members: Members,
+        limit: timedelta,
+        stopped: Callable[[], bool],
+        root: "Link | None" = None,
+    ) -> None:
         self.members = members
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -68,12 +78,34 @@ class Link:
         self._room: Tensor | None = None
         self._waits_in_steps = members.backend == "gloo"
         self._watch: Watch | None = None
+        self._root = root
+        self._branches: dict[tuple[int, ...], Link] = {}
         try:
             self._group: Any = self._connect(limit)
         except RuntimeError as error:
             raise PeerError(
                 f"could not connect to all of ranks {members.ranks}: {error}"
             ) from error
+
+    def branch(self, places: tuple[int, ...], limit: timedelta) -> "Link":
+        """The connections of some members alone, in this order; made when first asked for.
+
+        All of them must ask, and then wait for each other at most `limit`.
+        """
+        if places not in self._branches:
+            whole = self.members
+            members = replace(
+                whole,
+                name=f"{whole.name}/{'-'.join(map(str, places))}",
+                ranks=tuple(whole.ranks[place] for place in places),
+                index=places.index(whole.index),
+            )
+            try:
+                self._branches[places] = Link(members, limit, self._stopped, self)
+            except PeerError:
+                self.close()
+                raise
+        return self._branches[places]
 
     def all_gather(self, mine: Tensor, limit: timedelta) -> Tensor:
         """The members' tensors, all of one length, one after the other."""
@@ -140,7 +172,12 @@ class Link:
 
     def close(self, farewell: bool = False) -> None:
         """Close the connections: whoever waits for this rank learns of it at once."""
+        if self._root is not None:
+            self._root.close(farewell)
+            return
         self._group = None
+        for branch in self._branches.values():
+            branch._group = None
         if self._watch is not None:
             self._watch.close(farewell)
             self._watch = None
@@ -149,6 +186,12 @@ class Link:
         self.bytes_sent += sent
         self.wire_bytes += sent + (MESSAGE * messages if self._waits_in_steps else 0)
         self.bytes_received += received
+        if self._root is not None:
+            self._root._count(sent, received, messages)
+
+    def _alarmed(self) -> bool:
+        watch = self._watch if self._root is None else self._root._watch
+        return watch is not None and watch.alarmed()
 
     def _finish(self, work: Any, limit: timedelta) -> None:
         lost = None
@@ -157,7 +200,7 @@ class Link:
                 if self._stopped():
                     self._abandon()
                     raise GivenUpError
-                if self._watch is not None and self._watch.alarmed():
+                if self._alarmed():
                     lost = self._reason("a process has ended", limit)
                     self._abandon()
                     break
@@ -220,7 +263,8 @@ class Link:
             return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), place, size, options)
 
         group = connect("data", members.index, members.size)
-        self._watch = Watch(connect, members.index, members.size)
+        if self._root is None:  # one ring is enough for all branches
+            self._watch = Watch(connect, members.index, members.size)
         return group
 
     def _assemble(self, store: Any, limit: timedelta) -> None:
@@ -233,6 +277,8 @@ class Link:
             missing = [i for i in missing if not store.check([f"here/{i}"])]
             if missing and self._stopped():
                 raise GivenUpError
+            if missing and self._alarmed():
+                raise PeerError(self._reason("a process has ended", limit))
             if missing and time.monotonic() > end:
                 absent = [members.ranks[i] for i in missing]
                 seconds = limit.total_seconds()

@@ -91,6 +91,19 @@ class Load(NamedTuple):
             choice=self.choice * factor,
         )
 
+    def part(self, share: float) -> "Load":
+        """That of a share of each tensor."""
+        return self._replace(
+            frame=share * self.frame,
+            opened=share * self.opened,
+            draft=share * self.draft,
+            choice=share * self.choice,
+            squeezed=share * self.squeezed,
+            passing=share * self.passing,
+            sums=share * self.sums,
+            dense=share * self.dense,
+        )
+
     @classmethod
     def of(cls, parts: Sequence[Part], compressor: Compressor) -> "Load":
         frame = opened = draft = choice = squeezed = passing = sums = dense = 0.0
@@ -114,12 +127,16 @@ class Load(NamedTuple):
 
 def estimate(collective: str, load: Load, size: int, rounds: int = 1) -> Estimate:
     """Peak extra bytes of an exchange among `size` ranks: those of its largest phase."""
-    phases = _PHASES[collective](load, size, rounds)
-    largest = max(phases, key=lambda phase: sum(phase.values()))
-    return Estimate(tuple((name, int(value)) for name, value in largest.items()))
+    return largest(_PHASES[collective](load, size, rounds))
 
 
 Phase = dict[str, float]
+
+
+def largest(phases: Sequence[Phase]) -> Estimate:
+    """The phase that takes most."""
+    found = max(phases, key=lambda phase: sum(phase.values()))
+    return Estimate(tuple((name, int(value)) for name, value in found.items()))
 
 
 def _gathering(frame: float, size: int) -> Phase:
@@ -169,7 +186,7 @@ def _broadcast(load: Load, size: int, rounds: int) -> list[Phase]:
 def _scatter(load: Load, size: int, rounds: int) -> list[Phase]:
     share = (size - 1) / size
     own = {"own payloads": share * load.draft}
-    messages = {"messages, padded, joined": 3 * share * load.frame}
+    messages = {"messages, joined": 2 * share * load.frame}
     received = {"received": share * load.frame}
     shard = {"opened": share * load.opened, "sum of the own shard": load.sums / size}
     shard |= {"unzipping": 2 * load.squeezed / size}
@@ -198,7 +215,7 @@ def _twoshot(load: Load, size: int, rounds: int) -> list[Phase]:
 def _sparse(load: Load, size: int, rounds: int) -> list[Phase]:
     share, chosen = (size - 1) / size, {"chosen": 1.5 * load.choice}
     sent = {"own payloads": share * load.frame}
-    messages = {"messages, padded, joined": 3 * share * load.frame}
+    messages = {"messages, joined": 2 * share * load.frame}
     received = {"received": share * load.frame}
     shard = {"sums of the own region": load.sums / size}
     opened = {"opened": share * load.opened, "choosing": 2 * load.choice / size}

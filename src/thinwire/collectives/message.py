@@ -26,6 +26,15 @@ def padded(message: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(message, (0, missing)) if missing else message
 
 
+def joined(messages: Sequence[Tensor], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """The messages one behind the other, each with zeros up to its length."""
+    room = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+    for message, slot in zip(messages, torch.split(room, list(lengths)), strict=True):
+        slot[: message.numel()].copy_(message)
+        slot[message.numel() :].zero_()
+    return room
+
+
 def bundle(payloads: Sequence[Payload]) -> Tensor:
     """Frames of several tensors as one message: a table of their lengths, then the frames."""
     frames = [pack(payload) for payload in payloads]

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.choose import COLLECTIVES, choose, suits
-from thinwire.collectives.gather import gather
+from thinwire.collectives.carry import carry, chosen, kind
+from thinwire.collectives.choose import COLLECTIVES, suits
 from thinwire.collectives.handle import Account, Handle
-from thinwire.collectives.joint import joint
-from thinwire.collectives.memory import Load, guard, limit_of
+from thinwire.collectives.hierarchical import hierarchical
+from thinwire.collectives.layered import between, guard_layers
+from thinwire.collectives.memory import guard, limit_of
+from thinwire.collectives.nodes import Layers, Nodes, layers_of
 from thinwire.collectives.ops import check, check_writable, op_name, weight_of
-from thinwire.collectives.sparse import sparse
 from thinwire.collectives.start import (
     Group,
     Session,
@@ -25,11 +26,9 @@ from thinwire.collectives.start import (
     describe_residuals,
     span_of,
 )
-from thinwire.collectives.summable import is_dense, summable
 from thinwire.collectives.talk import Call, Talk
-from thinwire.collectives.twoshot import twoshot
 from thinwire.collectives.work import Work
-from thinwire.compressors import Compressor, Joint
+from thinwire.compressors import Compressor
 from thinwire.kernels import Key
 
 log = logging.getLogger("thinwire")
@@ -44,6 +43,9 @@ def all_reduce(
     group: Group = None,
     async_op: bool = False,
     collective: str = "auto",
+    nodes: Nodes = None,
+    inner: Compressor | str = "none",
+    inner_feedback: str = "ef14",
     max_bytes: int | str | None = None,
     timeout: Timeout = None,
     key: Key | None = None,
@@ -57,16 +59,24 @@ def all_reduce(
         compressor: a compressor or its spec, ``"topk:0.01"``.
         residual: what earlier calls left out, of the tensor's shape, float32 (float64 for a float64
             tensor), zero at first. It is added before compression and then holds what was not sent.
-            With "twoshot" and "sparse" it also holds what this rank, as the owner of a shard or
-            region, did not send of the sum: summed over ranks nothing is lost.
+            With "twoshot", "sparse" and "hierarchical" it also holds what this rank, as the owner
+            of a shard or region, did not send of the sum: summed over ranks nothing is lost.
         op: SUM or AVG, as a ``torch.distributed.ReduceOp`` or a name ("sum", "avg"). NoCompression
             without a residual takes every op and type that the backend takes.
         group: a process group; None is the default group. A group of one rank returns at once.
         async_op: return at once; the tensor and the residual belong to the call until the handle
             has ended. Calls of one group are carried out in the order they were made.
-        collective: "gather", "summable", "twoshot", "sparse" or "joint"; "auto" takes the one that
-            moves the fewest bytes (see `thinwire.collectives.choose`), and ``handle.collective``
-            says which.
+        collective: "gather", "summable", "twoshot", "sparse", "joint" or "hierarchical"; "auto"
+            takes the one that moves the fewest bytes (see `thinwire.collectives.choose`), or
+            "hierarchical" if `nodes` are given, and ``handle.collective`` says which.
+        nodes: who shares a node, for "hierarchical": how many ranks a node (consecutive ones of the
+            world), lists of ranks ``[[0, 1], [2, 3, 4]]``, or a DeviceMesh of two dimensions,
+            (nodes, ranks inside). None is what LOCAL_WORLD_SIZE says, which torchrun sets. With one
+            node, `inner` does all; with one rank a node, `compressor` does, through a flat
+            collective.
+        inner: the compressor inside nodes: "none", "cast:bf16" or another one that sends all
+            elements and draws nothing.
+        inner_feedback: "ef14" keeps in the residual what `inner` rounds off, too; "none" does not.
         max_bytes: most extra memory that the call may take on this rank, as a number or "512MiB";
             by default what THINWIRE_MAX_BYTES says, else no limit. "gather" goes in rounds to stay
             below it; what cannot is refused before anything is sent.
@@ -102,6 +112,9 @@ def all_reduce(
         group=group,
         async_op=async_op,
         collective=collective,
+        nodes=nodes,
+        inner=inner,
+        inner_feedback=inner_feedback,
         max_bytes=max_bytes,
         timeout=timeout,
         key=key,
@@ -117,6 +130,9 @@ def all_reduce_coalesced(
     group: Group = None,
     async_op: bool = False,
     collective: str = "auto",
+    nodes: Nodes = None,
+    inner: Compressor | str = "none",
+    inner_feedback: str = "ef14",
     max_bytes: int | str | None = None,
     timeout: Timeout = None,
     key: Key | None = None,
@@ -142,6 +158,9 @@ def all_reduce_coalesced(
         group=group,
         async_op=async_op,
         collective=collective,
+        nodes=nodes,
+        inner=inner,
+        inner_feedback=inner_feedback,
         max_bytes=max_bytes,
         timeout=timeout,
         key=key,
@@ -162,6 +181,9 @@ def start(
     max_bytes: int | str | None,
     timeout: Timeout,
     key: Key | None,
+    nodes: Nodes = None,
+    inner: Compressor | str = "none",
+    inner_feedback: str = "ef14",
     about: tuple[tuple[str, str], ...] = (),
     gate: Callable[[Talk], None] | None = None,
     before: Callable[[], None] | None = None,
@@ -186,11 +208,7 @@ def start(
     check(operation, compressor, tensors, residuals)
     check_writable([*tensors, *residuals])
     limit, span = limit_of(max_bytes), span_of(timeout)
-    if collective not in COLLECTIVES:
-        raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
-    unsuited = None if collective == "auto" else suits(collective, compressor)
-    if unsuited is not None:
-        raise ValueError(f"{compressor} cannot go through {collective!r}: {unsuited}")
+    collective = check_collective(collective, compressor, nodes, inner)
     if operation not in ("SUM", "AVG") and collective not in ("auto", "summable"):
         raise ValueError(f"{operation} goes through 'summable' only, not {collective!r}")
     if collective == "sparse" and len({tensor.dtype for tensor in tensors}) > 1:
@@ -201,7 +219,16 @@ def start(
         handle.account.collective = "none"
         handle.end()
         return handle
-    drawn = session.key(compressor, key)
+    layers: Layers | None = None
+    details: tuple[tuple[str, str], ...] = ()
+    if collective == "hierarchical":
+        layers = layers_of(nodes, inner, inner_feedback, session.group)
+        check(operation, layers.inner, tensors, residuals)
+        details = layers.details
+    carried, way = compressor, collective  # what is done, where that is not what was asked for
+    if layers is not None and layers.flat:
+        carried, way = (layers.inner if len(layers.places) == 1 else compressor), "auto"
+    drawn = session.key(carried, key)
     call = Call(
         name,
         (
@@ -210,7 +237,8 @@ def start(
             ("op", operation),
             ("collective", collective),
             ("residual", describe_residuals(residuals)),
-            *describe_key(compressor, drawn),
+            *describe_key(carried, drawn),
+            *details,
             *about,
         ),
     )
@@ -226,26 +254,30 @@ def start(
             work = Work.of(
                 tensors,
                 residuals,
-                compressor,
+                carried,
                 drawn,
                 weight,
                 limit=limit,
                 shapes=shapes,
                 recall=recall,
             )
-            used = _chosen(work, session.size) if collective == "auto" else collective
-            if used != "gather":
-                guard(_kind(used, work), work, session.size)
+            used = chosen(work, session.size) if way == "auto" else way
+            inter = ""
+            if layers is not None and used == "hierarchical":
+                inter = between(work, layers)
+                guard_layers(work, layers, session.rank, session.size)
+            elif used != "gather":
+                guard(kind(used, work), work, session.size)
         handle.account.collective = used
         if (handle.what, used) not in noted:
             noted.add((handle.what, used))
-            log.info("%s: %s over %d ranks", handle.what, used, session.size)
-        if used == "gather":
-            gather(talk, work)
-        elif used == "summable":
-            summable(talk, work, getattr(dist.ReduceOp, operation if operation != "AVG" else "SUM"))
+            where = f", nodes {layers}" if layers is not None else ""
+            where += f", {inter} between them" if inter else ""
+            log.info("%s: %s over %d ranks%s", handle.what, used, session.size, where)
+        if layers is not None and used == "hierarchical":
+            hierarchical(talk, work, layers, inter)
         else:
-            {"twoshot": twoshot, "sparse": sparse, "joint": joint}[used](talk, work)
+            carry(used, talk, work, operation)
         with talk.clock("decode"):
             work.done()
             if after is not None:
@@ -269,13 +301,18 @@ def refuse(error: Exception, tensor: Tensor, group: Group, timeout: Timeout) -> 
     return session.begin(handle, Call("refusal", ()), job, span_of(timeout), async_op=True)
 
 
-def _chosen(work: Work, size: int) -> str:
-    if isinstance(work.compressor, Joint):
-        return "joint"
-    mixed = len({part.x.dtype for part in work.parts}) > 1
-    return choose(work.compressor, Load.of(work.parts, work.compressor).frame, size, mixed)
-
-
-def _kind(used: str, work: Work) -> str:
-    """What the memory guard calls it."""
-    return "dense" if used == "summable" and is_dense(work) else used
+def check_collective(
+    collective: str, compressor: Compressor, nodes: Nodes = None, inner: Compressor | str = "none"
+) -> str:
+    """The collective that is meant; refuses one that a compressor cannot go through."""
+    if collective not in COLLECTIVES:
+        raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
+    given = "nodes" if nodes is not None else "inner" if str(inner) != "none" else None
+    if given is not None and collective not in ("auto", "hierarchical"):
+        raise ValueError(f"{given}= is for the collective 'hierarchical', not {collective!r}")
+    if nodes is not None or str(inner) != "none":
+        collective = "hierarchical"
+    unsuited = None if collective == "auto" else suits(collective, compressor)
+    if unsuited is not None:
+        raise ValueError(f"{compressor} cannot go through {collective!r}: {unsuited}")
+    return collective

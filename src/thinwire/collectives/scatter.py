@@ -6,7 +6,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire import kernels
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import guard, limit_of
 from thinwire.collectives.ops import check, op_name, weight_of
@@ -100,7 +99,7 @@ def reduce_scatter(
             work = Work.of(inputs, residuals, compressor, drawn, weight, changes=False, limit=limit)
             guard("reduce_scatter", work, size)
             shards = _shards(work.parts, size)
-            finite = _finite(shards[me][0])
+            finite = shards[me][0].finite
         sent, received, sound = swap_shards(talk, work, shards, "reduce_scatter", finite)
         with talk.clock("decode"):
             (total,) = sum_shards(work, shards[me], received)
@@ -115,14 +114,6 @@ def reduce_scatter(
             work.done()
 
     return session.begin(handle, Call("reduce_scatter", details), job, span, async_op)
-
-
-def _finite(part: Part) -> bool:
-    """Whether x + r is: the own shard is not encoded, so nothing else looks."""
-    if not part.x.is_floating_point():
-        return True
-    x = part.x.to(part.real)
-    return bool(kernels.on(x.device).all_finite(x, part.r))
 
 
 def _as_list(residual: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from thinwire.collectives.handle import Account
 from thinwire.collectives.link import Link
-from thinwire.collectives.message import aligned, padded
+from thinwire.collectives.message import aligned, joined, padded
 from thinwire.errors import MismatchError, PeerError
 from thinwire.telemetry import span
 
 MAGIC = 0x7468696E77697265
 FIELDS = 8  # numbers that every meeting has room for, besides one for each member
+FAILED, IDLE = 1, 2  # what a member may be besides well and busy
 
 
 class Call(NamedTuple):
@@ -41,6 +42,7 @@ class Said(NamedTuple):
 
     numbers: list[int]
     words: list[int]  # one for each member
+    idle: bool = False  # comes only because others meet
 
 
 class Talk:
@@ -85,9 +87,13 @@ class Talk:
             with self.clock("encode"):
                 yield
         except Exception as error:
-            self.account.told = True
-            self._meet([], [], error)
+            self.tell(error)
             raise
+
+    def tell(self, error: Exception) -> None:
+        """Say in the next meeting that this member cannot go on."""
+        self.account.told = True
+        self._meet([], [], error)
 
     def meet(self, numbers: Sequence[int] = (), words: Sequence[int] = ()) -> list[Said]:
         """Exchange up to eight numbers and one for each member; returns what each member said.
@@ -98,22 +104,34 @@ class Talk:
         """
         return self._meet(numbers, words, None)
 
+    def attend(self, numbers: Sequence[int] = ()) -> list[Said]:
+        """Come to the meetings of others until nobody calls one; what all said in the last."""
+        while True:
+            said = self._meet(numbers, (), None, idle=True)
+            if all(one.idle for one in said):
+                return said
+
     def _meet(
-        self, numbers: Sequence[int], words: Sequence[int], failure: Exception | None
+        self,
+        numbers: Sequence[int],
+        words: Sequence[int],
+        failure: Exception | None,
+        idle: bool = False,
     ) -> list[Said]:
         size = self.members.size
         text = _explain(failure) if failure is not None else str(self._call)
-        first = [MAGIC, zlib.crc32(str(self._call).encode()), failure is not None]
+        state = FAILED if failure is not None else IDLE if idle else 0
+        first = [MAGIC, zlib.crc32(str(self._call).encode()), state]
         record = [*first, len(text.encode()), *numbers]
         record += [0] * (4 + FIELDS - len(record))
         record += [*words, *[0] * (size - len(words))]
         with self.clock("network"):
             mine = torch.tensor(record, dtype=torch.int64, device=self._wire)
             table = self.link.all_gather(mine, self._limit).view(size, -1).tolist()
-        failed = any(row[2] for row in table)
-        if failed or any(row[:2] != table[0][:2] for row in table):
-            self._settle(text, [row[3] for row in table], [bool(row[2]) for row in table])
-        return [Said(row[4 : 4 + FIELDS], row[4 + FIELDS :]) for row in table]
+        failed = [row[2] == FAILED for row in table]
+        if any(failed) or any(row[:2] != table[0][:2] for row in table):
+            self._settle(text, [row[3] for row in table], failed)
+        return [Said(row[4 : 4 + FIELDS], row[4 + FIELDS :], row[2] == IDLE) for row in table]
 
     def _settle(self, text: str, lengths: list[int], failed: list[bool]) -> None:
         """Something is wrong somewhere: exchange the texts and raise what they come to."""
@@ -148,8 +166,7 @@ class Talk:
         sent = [aligned(message.numel()) for message in messages]
         received = [aligned(length) for length in lengths]
         with self.clock("network"):
-            pieces = [padded(m, slot) for m, slot in zip(messages, sent, strict=True)]
-            outgoing = torch.cat(pieces).to(self._wire)
+            outgoing = joined(messages, sent, self._wire)
             table = self.link.all_to_all(outgoing, sent, received, self._limit)
             slots = torch.split(table.to(self.device), received)
         return [slot[:length] for slot, length in zip(slots, lengths, strict=True)]
@@ -170,6 +187,36 @@ class Talk:
                 room = message.to(self._wire)
             self.link.broadcast(room, root, self._limit)
             return room.to(self.device)
+
+
+class Side(Talk):
+    """A conversation of some members, over connections of their own.
+
+    Their meetings are those of all: whoever has no part in it attends. So whatever is said there,
+    that somebody cannot go on above all, is heard by everybody.
+
+    Args:
+        whole: the conversation of all.
+        places: of these members in it.
+    """
+
+    def __init__(self, whole: Talk, places: tuple[int, ...]) -> None:
+        link = whole.link.branch(places, whole._limit)
+        super().__init__(link, whole._limit, whole._call, whole.account, whole.device)
+        self._whole, self._places = whole, places
+
+    def _meet(
+        self,
+        numbers: Sequence[int],
+        words: Sequence[int],
+        failure: Exception | None,
+        idle: bool = False,
+    ) -> list[Said]:
+        said = self._whole._meet(numbers, words, failure, idle)
+        return [
+            one._replace(words=one.words[: len(self._places)])
+            for one in (said[place] for place in self._places)
+        ]
 
 
 def _explain(error: Exception) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.compressors import Compressor
 from thinwire.kernels import Key
 from thinwire.wire import Payload
@@ -36,6 +37,13 @@ class Part(NamedTuple):
     def real(self) -> torch.dtype:
         """The type that sums are formed in."""
         return WIDE.get(self.x.dtype, self.x.dtype)
+
+    @property
+    def finite(self) -> bool:
+        """Whether x + r is, throughout."""
+        if not self.x.numel() or not self.x.is_floating_point():
+            return True
+        return bool(kernels.on(self.x.device).all_finite(self.x.to(self.real), self.r))
 
     def draft(self, compressor: Compressor) -> Payload:
         return compressor.draft(self.x, residual=self.r, key=self.key)

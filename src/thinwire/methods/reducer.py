@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.choose import COLLECTIVES, suits
+from thinwire.collectives.channel import process_group
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import limit_of
-from thinwire.collectives.reduce import start
+from thinwire.collectives.nodes import Nodes, layers_of
+from thinwire.collectives.reduce import check_collective, start
 from thinwire.collectives.start import Group, Timeout, compressor_of, span_of
 from thinwire.collectives.talk import Talk
 from thinwire.compressors import Compressor, Joint, NoCompression
@@ -25,11 +26,13 @@ from thinwire.feedback.base import Desk, Turn
 from thinwire.feedback.vector import Room
 from thinwire.kernels import Key
 from thinwire.methods.exchange import Exchange
+from thinwire.methods.layers import check_layers
 from thinwire.methods.unit import Slabs, State, Unit
 from thinwire.telemetry import Ledger
 
 DENSE = NoCompression()  # what travels as it is; a user's own NoCompression is another object
 SHOWN = 300  # letters of names in an error
+DIVIDED = 1 << 17  # bytes of dense tensors from which four meetings cost less than they save
 
 
 class Reducer:
@@ -39,7 +42,8 @@ class Reducer:
         compressor: a compressor or its spec.
         feedback: what is remembered: a feedback or its spec ("none", "ef14", "ef21", "ef21m:0.1");
             "auto" is EF14, or none for compressors that are unbiased or lose nothing.
-        collective, group, max_bytes, timeout: as for `thinwire.all_reduce`.
+        collective, nodes, inner, inner_feedback, group, max_bytes, timeout: as for
+            `thinwire.all_reduce`. `feedback` is about what goes between nodes.
         seed: for compressors that draw random numbers; the same on all ranks.
 
     Example:
@@ -59,6 +63,9 @@ class Reducer:
         *,
         feedback: Feedback | str = "auto",
         collective: str = "auto",
+        nodes: Nodes = None,
+        inner: Compressor | str = "none",
+        inner_feedback: str = "ef14",
         group: Group = None,
         max_bytes: int | str | None = None,
         timeout: Timeout = None,
@@ -73,8 +80,14 @@ class Reducer:
         else:
             self.feedback = feedback if isinstance(feedback, Feedback) else parse_feedback(feedback)
         limit_of(max_bytes), span_of(timeout), Key(seed=seed).checked()  # refused here and now
-        check_collective(collective, self.compressor)
-        self._collective = collective
+        self._collective = check_collective(collective, self.compressor, nodes, inner)
+        self._layers: dict[str, Any] = {}
+        if self._collective == "hierarchical":
+            self._layers = {"nodes": nodes, "inner": inner, "inner_feedback": inner_feedback}
+            if dist.is_initialized():
+                layers = layers_of(nodes, inner, inner_feedback, process_group(group))
+                check_layers(self.feedback, layers)
+                self._layers["nodes"] = layers
         self._options: dict[str, Any] = {
             "group": group,
             "max_bytes": max_bytes,
@@ -184,7 +197,7 @@ class Reducer:
             None,  # a handle that is kept must not keep the tensors
             op=dist.ReduceOp.AVG,
             async_op=True,
-            collective="auto" if compressor is DENSE else self._collective,
+            **self._way(units, compressor),
             key=key,
             about=_about(units),
             gate=ask,
@@ -203,6 +216,13 @@ class Reducer:
             slab.begun(exchange.handle)
         self.ledger.note(exchange.handle, units, compressor)
         return exchange
+
+    def _way(self, units: Sequence[Unit], compressor: Compressor) -> dict[str, Any]:
+        """Through which collective; what is small is sooner sent as it is than divided."""
+        small = sum(unit.num_bytes for unit in units) < DIVIDED
+        if compressor is DENSE and (small or not self._layers):
+            return {"collective": "auto"}
+        return {"collective": self._collective, **self._layers}
 
     def _seat(self, exchange: Exchange, feedback: Feedback, apart: bool) -> bool:
         """Give each unit its turn; whether the exchange must go uncompressed.
@@ -308,15 +328,6 @@ class Reducer:
                 for name, kept in chosen["tensors"].items()
             }
         )
-
-
-def check_collective(collective: str, compressor: Compressor) -> None:
-    """Refuse a collective that a compressor cannot go through."""
-    if collective not in COLLECTIVES:
-        raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
-    unsuited = None if collective == "auto" else suits(collective, compressor)
-    if unsuited is not None:
-        raise ValueError(f"{compressor} cannot go through {collective!r}: {unsuited}")
 
 
 def idle_names(talk: Talk, units: Sequence[Unit]) -> set[str]:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.collectives.nodes import Nodes
+from thinwire.collectives.reduce import check_collective
 from thinwire.collectives.start import Timeout
 from thinwire.compressors import Compressor
 from thinwire.feedback import DGC, Feedback, NoFeedback, Vote, feedback_for
-from thinwire.methods.reducer import Reducer, check_collective
+from thinwire.methods.reducer import Reducer
 from thinwire.policies.base import Policy
 from thinwire.policies.fixed import ByName, Fixed
 from thinwire.policies.named import recipe_of
@@ -53,6 +55,9 @@ def attach(
     feedback: Feedback | str = "auto",
     granularity: str = "bucket",
     collective: str = "auto",
+    nodes: Nodes = None,
+    inner: Compressor | str = "none",
+    inner_feedback: str = "ef14",
     min_numel: int = 1024,
     exclude: str | Sequence[str] = (),
     scaler: Any = None,
@@ -81,6 +86,10 @@ def attach(
         granularity: "bucket" compresses all tensors of one of DDP's buckets as one, which is
             faster; "tensor" compresses each by itself.
         collective, max_bytes, timeout: as for `thinwire.all_reduce`.
+        nodes, inner, inner_feedback: as for `thinwire.all_reduce`: ``nodes=8`` for eight ranks a
+            node adds gradients up inside nodes, as they are or with the compressor `inner`, and
+            compresses only what goes between nodes. Tensors that travel as they are do so, too,
+            unless they come to less than 128 KiB together.
         exclude: patterns of parameter names, as in a shell ("embed*", "*.head.*").
         scaler: the GradScaler of this model, if there is one: residuals follow its scale and stay
             as they were in steps that it skips (at the cost of a second copy of the residuals).
@@ -121,7 +130,8 @@ def attach(
         if feedback != "auto":
             raise ValueError(f"{recipe.name} has a feedback of its own, got {feedback!r}")
         given, feedback = recipe.policy, recipe.feedback
-        collective = recipe.collective if collective == "auto" else collective
+        if check_collective(collective, recipe.compressor, nodes, inner) == "auto":
+            collective = recipe.collective
         if recipe.momentum:
             if optimizer is None:
                 raise ValueError(f"{recipe.name} takes over the optimizer's momentum: optimizer=")
@@ -133,12 +143,15 @@ def attach(
             )
     policy, large = _policy(given, {n: p for p, n in named}, min_numel, patterns)
     for each in policy.compressors:
-        check_collective(collective, each)
+        check_collective(collective, each, nodes, inner)
     group = ddp.process_group
     reducer = Reducer(
         policy.main,
         feedback=feedback,
         collective=collective,
+        nodes=nodes,
+        inner=inner,
+        inner_feedback=inner_feedback,
         group=group,
         max_bytes=max_bytes,
         timeout=timeout,

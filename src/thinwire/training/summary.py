@@ -44,6 +44,7 @@ def stats_of(wire: "Wire", norms: bool = True) -> dict[str, Any]:
             "bytes_sent": ledger.bytes_sent,
             "bytes_received": ledger.bytes_received,
             "wire_bytes": ledger.wire_bytes,
+            "between_bytes": ledger.between_bytes,
             "ratio": bytes_in / ledger.bytes_sent if ledger.bytes_sent else math.inf,
             "exchanges": ledger.exchanges,
             "relative_error": sum(e * n for e, n in measured) / weight if weight else None,
