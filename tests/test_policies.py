@@ -459,3 +459,24 @@ def test_what_is_no_policy_is_refused():
     assert isinstance(policy_of(tw.TopK(0.1)), Policy)
     with pytest.raises(TypeError, match="a spec is a string"):
         tw.parse_policy(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("auto, topk:0.01", ["auto+ef14", "topk:0.01+ef14"]),
+        ("warmup:50,(topk:0.01)+ef21, none", ["warmup:50,(topk:0.01)+ef21", "none"]),
+        ("bandwidth:(qsgd:7),target=0.5; auto:3", ["bandwidth:(qsgd:7),0.5", "auto:3+ef14"]),
+        ("layerwise:(A*=topk:0.1; *=dense); ramp:9,(topk:0.01)",
+         ["layerwise:(A*=topk:0.1; *=dense)+ef14", "ramp:9,(topk:0.01)+ef14"]),
+    ],
+)  # fmt: skip
+def test_comparisons_read_policies(text, names):
+    from thinwire.compare.hooks import warm_up
+    from thinwire.compare.method import read, split
+
+    methods = [read(part) for part in split(text)]
+    assert [method.name for method in methods] == names
+    assert [read(name).name for name in names] == names
+    for method in methods:
+        warm_up(method)

@@ -15,7 +15,7 @@ from thinwire.compare.settings import SettingError
 
 _PLUS = re.compile(r"\+(?=\s*[a-z])", re.IGNORECASE)  # not that of 1e+3
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
-_ARGUMENT = re.compile(rf"{_NUMBER}(\+.*)?|true|false|none|[^:|+(]*=.*", re.IGNORECASE)
+_ARGUMENT = re.compile(rf"({_NUMBER}|\(.*\))(\+.*)?|true|false|none|[^:|+(]*=.*", re.IGNORECASE)
 _TITLES = {
     "ddp": "plain DDP, fp32",
     "torch:fp16": "torch's fp16 hook",
@@ -49,8 +49,8 @@ class Method:
 def split(text: str) -> list[str]:
     """The methods in a list: separated by ';', or by commas that do not separate arguments.
 
-    >>> split("none, quantize:4,stochastic=true, topk:0.01+ef14")
-    ['none', 'quantize:4,stochastic=true', 'topk:0.01+ef14']
+    >>> split("none, quantize:4,stochastic=true, warmup:5,(topk:0.01)+ef14")
+    ['none', 'quantize:4,stochastic=true', 'warmup:5,(topk:0.01)+ef14']
     """
     from thinwire.compressors.spec import split as split_at
 
@@ -84,11 +84,13 @@ def read(text: str) -> Method:
     if recipe is not None:
         made, remembered = str(recipe.compressor), str(recipe.feedback)
         return Method(recipe.name, recipe.name, "thinwire", made, remembered, named=True)
-    compressor, *feedback = _PLUS.split(name)
+    from thinwire.feedback import feedback_for
+    from thinwire.policies.registry import is_policy, policy_of
+
+    # Patterns of names may have capitals.
+    compressor, *feedback = _PLUS.split(text.strip() if is_policy(name) else name)
     if len(feedback) > 1:
         raise SettingError(f"{text!r}: a method is COMPRESSOR or COMPRESSOR+FEEDBACK")
-    from thinwire.feedback import feedback_for
-    from thinwire.policies.registry import policy_of
 
     try:
         chosen = policy_of(compressor)

@@ -139,6 +139,8 @@ class _Visit:
         self._about = {"metric": name, "higher_is_better": higher_is_better}
         if self._started:
             self._meter.evaluated(value)
+        for wire in self._wires.values():
+            wire.observe(value)
 
     def conclude(self, rank: int) -> None:
         faulthandler.cancel_dump_traceback_later()

@@ -81,7 +81,7 @@ class Training:
             if step in due:
                 meter.pause()
                 self._alive()
-                ended |= self._evaluate(model, meter)
+                ended |= self._evaluate(model, meter, wire)
                 meter.resume()
             if ended:
                 break
@@ -103,12 +103,14 @@ class Training:
         number = self._job["evaluations"] if number is None else number
         return {max(1, round(steps * i / number)) for i in range(1, number + 1)}
 
-    def _evaluate(self, model: DistributedDataParallel, meter: Meter) -> bool:
+    def _evaluate(self, model: DistributedDataParallel, meter: Meter, wire: Wire | None) -> bool:
         """Take the metric on rank 0; whether the target is reached, the same on all ranks."""
         verdict = torch.zeros(1)
         if self._rank == 0:
             value = self._task.evaluate(model.module)
             meter.evaluated(value)
+            if wire is not None:
+                wire.observe(value)
             if self._job["target"] is not None:
                 beyond = value - self._job["target"]
                 verdict[0] = float((beyond if self._task.higher_is_better else -beyond) >= 0)
