@@ -2,30 +2,33 @@
 
     python benchmarks/methods.py [--workload images] [--ranks 4] [--seeds 3] [--steps N]
                                  [--out benchmarks/records/NAME.json] [--picture FILE.png]
-    python benchmarks/methods.py --cost [--ranks 4] [--link 100mbit] [--out ...]
+    python benchmarks/methods.py --cost [--ranks 4] [--link 100mbit] [--rounds 15] [--out ...]
 
 Every method trains the same model from the same seeds on loopback: figures of accuracy and bytes,
 not of speed. Groups differ in the optimizer where a method asks for it: DGC is compared under
 momentum SGD, signs under a small learning rate, each with plain DDP beside it.
 
 With --cost: the time of a step in a lab instead, of ARC-Top-K against Top-K with gather, and of
-PowerSGD against PyTorch's hook.
+PowerSGD against PyTorch's hook. All candidates take turns; figures are medians of the slowest rank,
+and all ranks share this machine's cores.
 """
 
 import argparse
+import json
 import shlex
+import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from harness import write_record
+from harness import Target, in_lab, run_ranks, show_targets, write_record
 from rich.console import Console
 from rich.table import Table
 
 from thinwire.compare.progress import shown
 from thinwire.compare.run import Comparison
 from thinwire.compare.settings import Settings
-from thinwire.compare.table import print_document
 
 PLAIN = (
     *("powersgd:2", "powersgd:4", "arc:0.05", "arc:0.2", "randomk:0.05,shared=true"),
@@ -43,7 +46,17 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "text": {"text": PLAIN},
 }
 NOTES = ["times of a step on loopback mean little: all ranks share this machine's cores"]
-COST = ("arc:0.05", "topk:0.05", "topk:0.01", "powersgd:2")
+COST = (  # method, collective
+    ("ddp", ""),
+    ("torch:powersgd", ""),
+    ("powersgd:2", "auto"),
+    ("arc:0.05", "auto"),
+    ("topk:0.05", "gather"),
+    ("topk:0.05", "auto"),
+    ("arc:0.01", "auto"),
+    ("topk:0.01", "gather"),
+    ("topk:0.01", "auto"),
+)
 
 
 def compare(options: argparse.Namespace, workload: str, methods: tuple[str, ...]) -> dict[str, Any]:
@@ -51,13 +64,13 @@ def compare(options: argparse.Namespace, workload: str, methods: tuple[str, ...]
     settings = Settings(
         workload=workload,
         methods=tuple(method.format(epoch=max(1, (steps or 300) // 15)) for method in methods),
-        baselines=("ddp", "torch:powersgd") if options.cost else ("ddp",),
+        baselines=("ddp",),
         hosts=options.ranks,
         links=(options.link,) * options.ranks,
         steps=steps,
         seeds=tuple(range(options.seeds)),
         evaluations=1,
-        project=not options.cost,
+        project=True,
     )
     comparison = Comparison(settings)
     with shown(comparison.methods, options.seeds) as watcher:
@@ -143,6 +156,90 @@ def draw(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
     figure.savefig(path, format="png", facecolor="white")
 
 
+def rank_main(job: dict[str, Any]) -> None:
+    """Steps of all candidates in turn; rank 0 prints a line for each."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from thinwire.compare.hooks import ddp_options, equip, warm_up
+    from thinwire.compare.method import read
+    from thinwire.workloads import workload
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    task = workload(job["workload"])
+    batches = task.batches(dist.get_rank(), dist.get_world_size(), 0)
+    ways = []
+    for spec, collective in COST:
+        method = read(spec)
+        model = DistributedDataParallel(task.model(0), **ddp_options(method))
+        warm_up(method)
+        ours = method.kind == "thinwire"
+        equip(model, method, **({"collective": collective, "measure_every": 0} if ours else {}))
+        ways.append((spec, collective, model, task.optimizer(model)))
+    for turn in range(-3, job["rounds"]):  # at first connections and buckets are made
+        for spec, collective, model, optimizer in ways:
+            batch = next(batches)
+            dist.barrier()
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            seconds = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            row = {
+                "method": spec,
+                "collective": collective,
+                "turn": turn,
+                "ms": 1e3 * seconds.item(),
+            }
+            if dist.get_rank() == 0:
+                print(json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def cost(options: argparse.Namespace, console: Console) -> None:
+    rows: list[dict[str, Any]] = []
+    job = {"workload": options.model, "rounds": options.rounds}
+    with console.status("connecting ...") as status:
+
+        def on_row(row: dict[str, Any]) -> None:
+            if row["turn"] >= 0:
+                rows.append(row)
+            status.update(f"round {row['turn'] + 1} of {options.rounds}: {row['method']}")
+
+        run_ranks(in_lab(options.ranks, options.link, 3600), __file__, job, on_row)
+    table = Table(title=f"a step of {options.model}, {options.ranks} hosts, {options.link}")
+    for column in ("method", "collective", "ms", "lowest", "highest", "of DDP's"):
+        left = column in ("method", "collective")
+        table.add_column(column, justify="left" if left else "right")
+    medians: dict[tuple[str, str], float] = {}
+    for way in COST:
+        times = [row["ms"] for row in rows if (row["method"], row["collective"]) == way]
+        medians[way] = statistics.median(times)
+        shown = (medians[way], min(times), max(times))
+        share = medians[way] / medians[COST[0]]
+        table.add_row(*way, *(f"{time:.0f}" for time in shown), f"{share:.2f}")
+    console.print(table)
+    arcs = [
+        Target(
+            f"arc:{ratio}: less than Top-K by gather, %",
+            100 * (1 - medians[f"arc:{ratio}", "auto"] / medians[f"topk:{ratio}", "gather"]),
+            "> 0",
+            medians[f"arc:{ratio}", "auto"] < medians[f"topk:{ratio}", "gather"],
+        )
+        for ratio in ("0.05", "0.01")
+    ]
+    share = medians["powersgd:2", "auto"] / medians["torch:powersgd", ""]
+    targets = [*arcs, Target.at_most("PowerSGD / PyTorch's hook", share, 1.0)]
+    show_targets(console, targets)
+    if options.out:
+        write_record(options.out, "thinwire.methods-cost/1", vars(options), [], rows, targets)
+        console.print(f"written: {options.out}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workload", choices=tuple(GROUPS), default="images")
@@ -151,16 +248,23 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="steps of a run (the workload's own)")
     parser.add_argument("--cost", action="store_true", help="the time of a step in a lab instead")
     parser.add_argument("--link", default="100mbit", help="of the lab (100mbit)")
+    parser.add_argument("--model", default="images:hidden=512", help="workload of --cost")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each, of --cost (15)")
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--picture", type=Path, help="draw the frontier as a PNG")
     options = parser.parse_args()
+    if options.as_rank:
+        rank_main(json.loads(options.as_rank.read_text()))
+        return 0
     console = Console(width=120)
-    groups = {"images:hidden=512": COST} if options.cost else GROUPS[options.workload]
+    if options.cost:
+        cost(options, console)
+        return 0
+    groups = GROUPS[options.workload]
     documents = [compare(options, workload, methods) for workload, methods in groups.items()]
     rows = [row for document in documents for row in rows_of(document)]
     metric = documents[0]["settings"]["metric"]
-    for document in documents if options.cost else ():
-        print_document(document, console)
     console.print(table_of(rows, metric))
     if options.out:
         write_record(options.out, "thinwire.methods/1", vars(options), NOTES, rows, [])

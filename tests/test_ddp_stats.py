@@ -78,7 +78,7 @@ TENSOR = {
 }
 TOTAL = {
     *("bytes_in", "bytes_sent", "bytes_received", "wire_bytes", "ratio", "exchanges"),
-    *("relative_error", "residual_norm"),
+    *("between_bytes", "relative_error", "residual_norm"),
 }
 
 

@@ -29,9 +29,9 @@ def joint(talk: Talk, work: Work) -> None:
         views = [_view(part, compressor, recall) for part, recall in work.recalled()]
         seen = [view for view in views if isinstance(view, Seen)]
         plain = [view for view in views if isinstance(view, Tensor)]
-        sound = all(part.finite for part in work.parts)
         search = compressor.find(seen)
         wanted = [*next(search), *plain]
+        sound = _all_finite(wanted)  # what is not finite in a matrix is not in its products either
     said = talk.meet([not sound])
     if any(one.numbers[0] for one in said):
         talk.account.finite = False
@@ -67,10 +67,12 @@ def _view(part: Part, compressor: Joint, recall: dict[str, Tensor]) -> Seen | Te
     n = part.x.numel()
     shape = compressor.matrix(part.shape)
     rows, columns = (n, 1) if shape is None else shape
-    values = part.x.new_zeros(rows * columns, dtype=part.real)
-    values[:n].copy_(part.x)
-    if part.r is not None:
-        values[:n].add_(part.r)
+    values = part.x.new_empty(rows * columns, dtype=part.real)
+    values[n:].zero_()
+    if part.r is None:
+        values[:n].copy_(part.x)
+    else:
+        torch.add(part.x, part.r, out=values[:n])
     return values if shape is None else Seen(values.view(rows, columns), part.key, dict(recall))
 
 

@@ -232,16 +232,15 @@ class Reducer:
         """
         dense = False
         for i, unit in enumerate(exchange.units):
-            slab = None if isinstance(feedback, NoFeedback) else self.slabs.of(unit)
+            own = self._feedback_of([unit], DENSE) if unit.plain else feedback
+            slab = None if isinstance(own, NoFeedback) else self.slabs.of(unit)
             if slab is not None and feedback.dense_start:
                 slab.settled()  # whether this one goes uncompressed must not depend on speed
                 dense = dense or slab.fresh
             first = slab is None or slab.fresh
             desk = Desk(self._room, f"{i}", first, apart, self._size)
             flat = unit.flat(self._room, f"{i}")
-            exchange.add(
-                slab, flat, feedback.turn({} if slab is None else slab.vectors, flat, desk)
-            )
+            exchange.add(slab, flat, own.turn({} if slab is None else slab.vectors, flat, desk))
         return dense
 
     def _recalled_by(

@@ -23,10 +23,12 @@ class Unit:
     Args:
         names: of the tensors.
         pieces: the tensors, of one type and device.
+        plain: they travel as they are in an exchange of what all ranks find together.
     """
 
-    def __init__(self, names: Sequence[str], pieces: Sequence[Tensor]) -> None:
+    def __init__(self, names: Sequence[str], pieces: Sequence[Tensor], plain: bool = False) -> None:
         self.names = tuple(names)
+        self.plain = plain
         self.pieces = [piece.detach() for piece in pieces]
         for name, piece in zip(names, self.pieces, strict=True):
             if any(
@@ -46,7 +48,10 @@ class Unit:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the one tensor, or that of all together, flat."""
+        """Of the one tensor, or that of all together, flat; none for what nobody is to see as a
+        matrix."""
+        if self.plain:
+            return torch.Size()
         return self.pieces[0].shape if len(self.pieces) == 1 else torch.Size([sum(self.sizes)])
 
     @property

@@ -24,10 +24,12 @@ class Piece(NamedTuple):
 
 
 class Order(NamedTuple):
-    """One exchange: tensors of a unit are compressed together, None sends them as they are."""
+    """One exchange: tensors of a unit are compressed together, None sends them as they are; so do
+    those that are plain."""
 
     compressor: Compressor | None
     units: tuple[tuple[str, ...], ...]
+    plain: frozenset[str] = frozenset()
 
     @property
     def names(self) -> set[str]:
@@ -67,10 +69,12 @@ class Planner:
                 by_compressor.setdefault(compressor, []).append(piece.name)
         due = [Order(compressor, self._units(names)) for compressor, names in by_compressor.items()]
         if last:  # what all ranks find together, they find for all tensors at once
-            due += [
-                Order(compressor, tuple((name,) for name in names))
-                for compressor, names in self._joint.items()
-            ]
+            for compressor, names in self._joint.items():
+                # What is to travel as it is goes with the first of them, in its first sum.
+                plain = frozenset(piece.name for piece in self._dense)
+                names += [piece.name for piece in self._dense]
+                self._dense = []
+                due.append(Order(compressor, tuple((name,) for name in names), plain))
             self._joint = {}
         if self._dense and (last or sum(p.num_bytes for p in self._dense) >= DENSE_ENOUGH):
             by_type: dict[torch.dtype, list[str]] = {}

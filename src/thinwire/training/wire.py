@@ -224,9 +224,9 @@ class Wire:
             self._send(order)
 
     def _send(self, order: Order) -> None:
-        arrived = self._pass.arrived
-        units = [Unit(names, [arrived[name] for name in names]) for names in order.units]
-        compressor = order.compressor
+        arrived, compressor = self._pass.arrived, order.compressor
+        plain = order.plain
+        units = [Unit(n, [arrived[name] for name in n], n[0] in plain) for n in order.units]
         exchange = self.reducer.start(
             units,
             DENSE if compressor is None else compressor,
