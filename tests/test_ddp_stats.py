@@ -77,7 +77,15 @@ TENSOR = {
     *("relative_error", "residual_norm"),
 }
 TOTAL = {
-    *("bytes_in", "bytes_sent", "bytes_received", "wire_bytes", "ratio", "exchanges"),
+    *(
+        "bytes_in",
+        "bytes_sent",
+        "bytes_received",
+        "wire_bytes",
+        "between_bytes",
+        "ratio",
+        "exchanges",
+    ),
     *("relative_error", "residual_norm"),
 }
 
