@@ -2,6 +2,7 @@
 
     python benchmarks/methods.py [--workload images] [--ranks 4] [--seeds 3] [--steps N]
                                  [--out benchmarks/records/NAME.json] [--picture FILE.png]
+    python benchmarks/methods.py --draw RECORD.json ... --picture FILE.png
     python benchmarks/methods.py --cost [--ranks 4] [--link 100mbit] [--rounds 15] [--out ...]
 
 Every method trains the same model from the same seeds on loopback: figures of accuracy and bytes,
@@ -19,6 +20,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,7 @@ def rows_of(document: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "workload": settings["workload"],
+                "unit": settings["metric"],
                 "method": method["name"],
                 "metric": [run["final_metric"] for run in runs],
                 "megabytes_a_step": (sum(sent) / len(sent) if sent else dense) / 1e6,
@@ -106,9 +109,17 @@ def mean(row: dict[str, Any]) -> float:
     return float(sum(row["metric"]) / len(row["metric"]))
 
 
-def table_of(rows: list[dict[str, Any]], metric: str) -> Table:
+def table_of(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="all from the same seeds, means over seeds")
-    for column in ("workload", "method", metric, "lowest", "highest", "MB a step", "fewer"):
+    for column in (
+        "workload",
+        "method",
+        rows[0]["unit"],
+        "lowest",
+        "highest",
+        "MB a step",
+        "fewer",
+    ):
         table.add_column(column, justify="left" if column in ("workload", "method") else "right")
     for row in rows:
         dense = next(r for r in rows if r["workload"] == row["workload"])["megabytes_a_step"]
@@ -124,35 +135,37 @@ def table_of(rows: list[dict[str, Any]], metric: str) -> Table:
     return table
 
 
-def draw(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
-    """The metric against bytes, means over seeds."""
+def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
+    """The metric against bytes, means over seeds; a panel for each study."""
     from thinwire.bench.labels import place
     from thinwire.report.figure import INK, new_figure, settle
 
-    figure = new_figure(9.0, 6.0)
-    axes = figure.subplots()
-    styles = zip(("#0072B2", "#D55E00", "#009E73"), ("o", "s", "^"), strict=True)
-    points, names = [], []
-    for workload, (color, marker) in zip(dict.fromkeys(r["workload"] for r in rows), styles,
-                                         strict=False):  # fmt: skip
-        first = True
-        for row in (row for row in rows if row["workload"] == workload):
+    figure = new_figure(9.0, 5.5 * len(panels))
+    labels = []
+    for axes, rows in zip(
+        figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
+    ):
+        styles = zip(("#0072B2", "#D55E00", "#009E73"), ("o", "s", "^"), strict=True)
+        looks = dict(zip(dict.fromkeys(row["workload"] for row in rows), styles, strict=False))
+        points, names = [], []
+        for row in rows:
+            color, marker = looks[row["workload"]]
+            new = row["workload"] not in axes.get_legend_handles_labels()[1]
             point = (row["megabytes_a_step"], mean(row))
-            label = workload if first else ""
-            first = False
-            axes.plot(*point, marker, color=color, ms=7, label=label)
+            axes.plot(*point, marker, color=color, ms=7, label=row["workload"] if new else "")
             points.append(point)
             names.append(row["method"].replace("+ef14", "").replace("+ef21m", ""))
-    axes.set_xscale("log")
-    low, high = axes.get_ylim()
-    if high - low > 15:  # plain SGD with the learning rate of signs hardly moves
-        axes.set_ylim(max(low, sorted(y for _, y in points)[1] - 1), high)
-    axes.set_xlabel("MB a rank sends in a step")
-    axes.set_ylabel(metric)
-    axes.set_title("Accuracy against bytes, four ranks, means of three seeds")
-    axes.grid(visible=True, color=INK, alpha=0.15, lw=0.6)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
-    settle(figure, [lambda: place(axes, points, names, INK)])
+        axes.set_xscale("log")
+        low, high = axes.get_ylim()
+        if high - low > 15:  # plain SGD with the learning rate of signs hardly moves
+            axes.set_ylim(sorted(y for _, y in points)[1] - 1, max(y for _, y in points) + 1)
+        axes.set_xlabel("MB a rank sends in a step")
+        axes.set_ylabel(rows[0]["unit"])
+        axes.grid(visible=True, color=INK, alpha=0.15, lw=0.6)
+        axes.legend(frameon=False, fontsize=8)
+        labels.append((axes, points, names))
+    figure.suptitle("Accuracy against bytes, four ranks, means of three seeds")
+    settle(figure, [lambda each=each: place(*each, INK) for each in labels])
     figure.savefig(path, format="png", facecolor="white")
 
 
@@ -252,10 +265,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15, help="steps of each, of --cost (15)")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="write a JSON record here")
+    parser.add_argument("--draw", type=Path, nargs="+", help="draw these records, train nothing")
     parser.add_argument("--picture", type=Path, help="draw the frontier as a PNG")
     options = parser.parse_args()
     if options.as_rank:
         rank_main(json.loads(options.as_rank.read_text()))
+        return 0
+    if options.draw:
+        if options.picture is None:
+            parser.error("--draw needs --picture")
+        draw([json.loads(path.read_text())["measured"] for path in options.draw], options.picture)
         return 0
     console = Console(width=120)
     if options.cost:
@@ -264,13 +283,12 @@ def main() -> int:
     groups = GROUPS[options.workload]
     documents = [compare(options, workload, methods) for workload, methods in groups.items()]
     rows = [row for document in documents for row in rows_of(document)]
-    metric = documents[0]["settings"]["metric"]
-    console.print(table_of(rows, metric))
+    console.print(table_of(rows))
     if options.out:
         write_record(options.out, "thinwire.methods/1", vars(options), NOTES, rows, [])
         console.print(f"written: {options.out}")
     if options.picture:
-        draw(rows, metric, options.picture)
+        draw([rows], options.picture)
     return 0
 
 
