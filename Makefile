@@ -3,7 +3,7 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo bench bench-network bench-training bench-compare clean clean-kernels
+.PHONY: help setup test check format demo bench bench-network bench-training bench-methods bench-policies bench-compare clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,17 @@ bench-training: setup  ## Train with and without compression; measure the DDP ho
 	$(VENV)/bin/python benchmarks/ddp.py
 	$(VENV)/bin/python benchmarks/convergence.py --workload images
 	$(VENV)/bin/python benchmarks/convergence.py --workload text --seeds 1
+
+bench-methods: setup  ## Accuracy against bytes for all methods, and what their steps cost (about two hours)
+	$(VENV)/bin/python benchmarks/methods.py --workload images
+	$(VENV)/bin/python benchmarks/methods.py --workload text --steps 80
+	$(VENV)/bin/python benchmarks/methods.py --cost
+	$(VENV)/bin/python benchmarks/methods.py --cost --ranks 8 --rounds 9
+
+bench-policies: setup  ## A link that changes, too strong a start, a setting for each layer (20 minutes)
+	$(VENV)/bin/python benchmarks/policies.py link
+	$(VENV)/bin/python benchmarks/policies.py accuracy
+	$(VENV)/bin/python benchmarks/policies.py layers
 
 bench-compare: setup  ## The full comparison on a slow network, with its targets (about 40 minutes)
 	$(VENV)/bin/python benchmarks/compare.py

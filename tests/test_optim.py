@@ -918,3 +918,28 @@ def test_meetings_are_never_further_apart_than_allowed() -> None:
     for scaler, longest in ((5, 16), (3, 12), (1, 7), (1000, 4)):
         met = [s for s in range(10, 400) if s % interval_at(s, 9, scaler, longest) == 0]
         assert max(np.diff(met)) <= longest
+
+
+def test_comparisons_put_them_in_the_place_of_adam():
+    from thinwire.compare.hooks import optimizer_of, stats_of
+    from thinwire.compare.method import OPTIMIZERS, read
+    from thinwire.optim.base import Talking
+
+    layer = torch.nn.Linear(3, 2)
+    given = torch.optim.AdamW(layer.parameters(), lr=0.25, betas=(0.5, 0.75), weight_decay=0.125)
+    for name, (kind, title) in OPTIMIZERS.items():
+        method = read(name)
+        assert (method.title, method.kind) == (title, "optimizer")
+        made = optimizer_of(method, given, 100)
+        assert isinstance(made, Talking)
+        assert type(made) is getattr(tw.optim, kind)
+        (group,) = made.param_groups
+        assert group["lr"] == 0.25
+        assert tuple(group["betas"]) == (0.5, 0.75)
+        assert group["weight_decay"] == 0.125
+        assert 20 in (group.get("freeze_step"), group.get("var_freeze_step"))
+        assert stats_of(None, made)["total"]["wire_bytes"] == 0
+        with pytest.raises(ValueError, match="takes the place of Adam, and this workload trains"):
+            optimizer_of(method, torch.optim.SGD(layer.parameters(), 0.1), 100)
+    assert optimizer_of(read("ddp"), given, 100) is given
+    assert stats_of(None, given) is None

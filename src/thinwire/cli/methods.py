@@ -17,7 +17,8 @@ They go to tw.attach and to thinwire compare:
   thinwire compare --with "dgc:0.001, powersgd:2, arc:0.1, signsgd"
 
 Any compressor is a method too (see thinwire compressors); without a feedback it gets the one that
-belongs to it. Adam in one bit is an optimizer: tw.optim.OneBitAdam, OneBitLamb, ZeroOneAdam.
+belongs to it. Adam in one bit is an optimizer: tw.optim.OneBitAdam, OneBitLamb, ZeroOneAdam; in a
+comparison it takes the place of the workload's Adam.
 """
 
 
@@ -33,4 +34,16 @@ def run(arguments: argparse.Namespace) -> int:
     from thinwire.policies.named import methods
 
     titles = ("spec, with defaults", "compressor + feedback, collective", "what it does")
-    return show(methods(), ("usage", "made of", "description"), titles, arguments.json)
+    rows = [*methods(), *_optimizers()]
+    return show(rows, ("usage", "made of", "description"), titles, arguments.json)
+
+
+def _optimizers() -> list[tuple[str, str, str]]:
+    from thinwire import optim
+    from thinwire.compare.method import OPTIMIZERS, read
+
+    return [
+        (name, f"tw.optim.{kind}: {read(name).compressor}, twoshot",
+         (getattr(optim, kind).__doc__ or "").partition("\n")[0])
+        for name, (kind, _) in OPTIMIZERS.items()
+    ]  # fmt: skip

@@ -8,7 +8,6 @@ from torch import nn
 
 from thinwire.compare import counters
 from thinwire.compare.events import tell
-from thinwire.training.wire import Wire
 
 _EVERY = 0.3  # seconds between two lines on how far it has come
 
@@ -69,8 +68,8 @@ class Meter:
     def evaluated(self, value: float) -> None:
         self.evaluations.append((len(self.losses), value))
 
-    def result(self, wire: Wire | None) -> dict[str, Any]:
-        """What the run came to, in plain values."""
+    def result(self, stats: dict[str, Any] | None) -> dict[str, Any]:
+        """What the run came to, in plain values; `stats` are thinwire's own, if it took part."""
         steps = max(1, len(self.losses))
         found: dict[str, Any] = {
             "losses": self.losses,
@@ -82,8 +81,7 @@ class Meter:
             "inside": {},
             "tensors": [],
         }
-        if wire is not None:
-            stats = wire.stats()
+        if stats is not None:
             found["reported"] = stats["total"]["wire_bytes"]
             found["inside"] = {
                 kind: seconds / steps

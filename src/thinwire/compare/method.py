@@ -5,6 +5,8 @@ torch:fp16, :bf16      PyTorch's own hooks
 torch:powersgd[:RANK]
 COMPRESSOR[+FEEDBACK]  thinwire, as in "topk:0.01|quantize:4+ef14"; without a feedback "auto"
 POLICY[+FEEDBACK]      thinwire, as in "auto" or "warmup:50,(topk:0.01)+ef14"
+onebit-adam, onebit-lamb, zero-one-adam
+                       optimizers of thinwire that exchange by themselves
 script                 a user's script just as it is written
 """
 
@@ -31,7 +33,7 @@ class Method:
     Args:
         name: as users write it.
         title: as people read it.
-        kind: "torch", "thinwire" or "script".
+        kind: "torch", "thinwire", "optimizer" or "script".
         compressor, feedback: of thinwire's own.
         rank: of PyTorch's PowerSGD.
         named: whether it goes to `attach` by its name.
@@ -44,6 +46,14 @@ class Method:
     feedback: str = ""
     rank: int = 0
     named: bool = False
+
+
+# The optimizers by name: class, and title.
+OPTIMIZERS = {
+    "onebit-adam": ("OneBitAdam", "1-bit Adam"),
+    "onebit-lamb": ("OneBitLamb", "1-bit LAMB"),
+    "zero-one-adam": ("ZeroOneAdam", "0/1 Adam"),
+}
 
 
 def split(text: str) -> list[str]:
@@ -73,6 +83,10 @@ def read(text: str) -> Method:
     name = text.strip().lower()
     if name in _TITLES:
         return Method(name, _TITLES[name], "script" if name == "script" else "torch")
+    if name in OPTIMIZERS:
+        from thinwire.optim.base import ONE_BIT
+
+        return Method(name, OPTIMIZERS[name][1], "optimizer", str(ONE_BIT))
     if name.startswith("torch:"):
         return _powersgd(name)
     from thinwire.policies.named import recipe_of

@@ -269,4 +269,9 @@ def _methods(settings: Settings) -> list[Method]:
     found = {method.name: method for method in map(read, settings.names)}
     if settings.script is None and "script" in found:
         raise SettingError("'script' is a method for --workload SCRIPT.py")
+    for method in found.values():
+        if settings.script is not None and method.kind == "optimizer":
+            raise SettingError(
+                f"{method.name}: a script makes its own optimizer, so compare it as two scripts"
+            )
     return sorted(found.values(), key=lambda method: method.name.startswith("torch:"))

@@ -146,11 +146,13 @@ class _Visit:
         faulthandler.cancel_dump_traceback_later()
         if not self._meter.losses:
             return
+        from thinwire.compare.hooks import stats_of
+
         wire = next(iter(self._wires.values()), None)
         if rank == 0:
             count = sum(p.numel() for model in self._models for p in model.parameters())
             tell("about", parameters=count, **self._about)
-        tell("end", job=0, rank=rank, found=self._meter.result(wire))
+        tell("end", job=0, rank=rank, found=self._meter.result(stats_of(wire)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Training a bundled workload with one method, on one rank."""
 
 import statistics
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,9 +9,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.compare.counters import FULL
-from thinwire.compare.hooks import ddp_options, equip, warm_up
+from thinwire.compare.hooks import ddp_options, equip, optimizer_of, stats_of, warm_up
 from thinwire.compare.meter import Meter
 from thinwire.compare.method import Method
+from thinwire.optim.base import Talking
 from thinwire.training.replicas import check_replicas
 from thinwire.training.wire import Wire
 from thinwire.workloads import Workload
@@ -58,7 +60,8 @@ class Training:
         warm_up(self._method)
         model = DistributedDataParallel(task.model(seed), **ddp_options(self._method))
         every = max(1, steps // _MEASUREMENTS)
-        optimizer = task.optimizer(model)
+        optimizer = optimizer_of(self._method, task.optimizer(model), steps)
+        alone = isinstance(optimizer, Talking)  # gradients stay where they are
         options: dict[str, Any] = {"measure_every": every, "seed": seed, "optimizer": optimizer}
         wire = equip(model, self._method, **(options if self._ours else {}))
         schedule = task.schedule(optimizer, steps)
@@ -71,10 +74,15 @@ class Training:
         for step, batch in enumerate(task.batches(self._rank, self._world, seed), 1):
             self._alive()
             optimizer.zero_grad()
-            loss = task.loss(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            meter.backward_ended()
-            optimizer.step()
+            with model.no_sync() if alone else nullcontext():
+                loss = task.loss(model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+            if alone:
+                optimizer.step()
+                meter.backward_ended()
+            else:
+                meter.backward_ended()
+                optimizer.step()
             schedule.step()
             meter.stepped(loss.item(), steps)
             ended = step >= steps
@@ -85,12 +93,7 @@ class Training:
                 meter.resume()
             if ended:
                 break
-        return self._result(model, meter, wire)
-
-    def _result(
-        self, model: DistributedDataParallel, meter: Meter, wire: Wire | None
-    ) -> dict[str, Any]:
-        found = meter.result(wire)
+        found = meter.result(stats_of(wire, optimizer))
         if self._ours:
             check_replicas(model)
         return found
