@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from thinwire.compressors import Compressor
+from thinwire.policies import check
 from thinwire.policies.base import Choice, Chooser, Journal, Measured, Policy, Setting, Target
-from thinwire.policies.check import child, positive
 from thinwire.policies.ladder import ladder_of
 
 
@@ -42,11 +42,8 @@ class Accuracy(Policy):
     name: ClassVar[str] = "accuracy"
 
     def __post_init__(self) -> None:
-        policy = child("Accuracy", self.then)
-        if str(policy) != str(policy.main):
-            raise ValueError(f"Accuracy: then must be a compressor, got {policy}")
-        object.__setattr__(self, "then", policy.main)
-        positive("Accuracy", "band", self.band)
+        object.__setattr__(self, "then", check.compressor("Accuracy", self.then))
+        check.positive("Accuracy", "band", self.band)
         if isinstance(self.target, list | tuple):
             object.__setattr__(self, "target", _curve(self.target))
 

@@ -6,8 +6,8 @@ from statistics import median
 from typing import ClassVar
 
 from thinwire.compressors import Compressor
+from thinwire.policies import check
 from thinwire.policies.base import Choice, Chooser, Measured, Policy, Setting, Target
-from thinwire.policies.check import child, positive
 from thinwire.policies.ladder import bytes_of, ladder_of
 
 FIRST = 2  # steps that are not looked at: connections and kernels are made in them
@@ -47,11 +47,8 @@ class Bandwidth(Policy):
     name: ClassVar[str] = "bandwidth"
 
     def __post_init__(self) -> None:
-        policy = child("Bandwidth", self.then)
-        if str(policy) != str(policy.main):
-            raise ValueError(f"Bandwidth: then must be a compressor, got {policy}")
-        object.__setattr__(self, "then", policy.main)
-        positive("Bandwidth", "target", self.target)
+        object.__setattr__(self, "then", check.compressor("Bandwidth", self.then))
+        check.positive("Bandwidth", "target", self.target)
 
     @property
     def main(self) -> Compressor:

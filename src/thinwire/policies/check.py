@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
+from thinwire.compressors import Compressor
 from thinwire.policies.base import Policy
+from thinwire.policies.fixed import Fixed
 
 
 def child(owner: str, given: Any) -> Policy:
@@ -16,6 +18,14 @@ def child(owner: str, given: Any) -> Policy:
         return policy_of(given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{owner}: {error}") from None
+
+
+def compressor(owner: str, given: Any, field: str = "then") -> Compressor:
+    """A compressor, or the spec of one."""
+    policy = child(owner, given)
+    if not isinstance(policy, Fixed):
+        raise ValueError(f"{owner}: {field} must be a compressor, got {policy}")
+    return policy.compressor
 
 
 def steps(owner: str, field: str, value: Any, least: int = 1) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from thinwire.compressors import Compressor
+from thinwire.policies import check
 from thinwire.policies.base import Around, Choice, Chooser, Journal, Policy, Setting, Target
-from thinwire.policies.check import child, steps
 from thinwire.policies.ladder import knob, ladder_of, near, turned
 
 DGC = (0.25, 0.0625, 0.015625, 0.004)  # densities of the first four epochs, Lin et al., 2018
@@ -32,8 +32,8 @@ class Warmup(Policy):
     name: ClassVar[str] = "warmup"
 
     def __post_init__(self) -> None:
-        steps("Warmup", "steps", self.steps)
-        object.__setattr__(self, "then", child("Warmup", self.then))
+        check.steps("Warmup", "steps", self.steps)
+        object.__setattr__(self, "then", check.child("Warmup", self.then))
 
     @property
     def main(self) -> Compressor:
@@ -97,18 +97,18 @@ class Ramp(Policy):
     name: ClassVar[str] = "ramp"
 
     def __post_init__(self) -> None:
-        steps("Ramp", "steps", self.steps)
-        policy = child("Ramp", self.then)
-        found = knob(policy.main)
-        if found is None or str(policy) != str(policy.main):
-            raise ValueError(f"Ramp: then must be a compressor with a strength, got {policy}")
-        object.__setattr__(self, "then", policy.main)
+        check.steps("Ramp", "steps", self.steps)
+        compressor = check.compressor("Ramp", self.then)
+        found = knob(compressor)
+        if found is None:
+            raise ValueError(f"Ramp: {compressor} has no strength that could grow")
+        object.__setattr__(self, "then", compressor)
         if self.shape not in _SHAPES:
             raise ValueError(f"Ramp: shape must be one of {', '.join(_SHAPES)}, got {self.shape!r}")
         if self.shape == "dgc" and found[0] != "ratio":
-            raise ValueError(f"Ramp: 'dgc' is a list of ratios, {policy} has {found[0]}")
+            raise ValueError(f"Ramp: 'dgc' is a list of ratios, {compressor} has {found[0]}")
         if not self.start > 0 or (found[0] == "ratio" and self.start > 1):
-            raise ValueError(f"Ramp: start is not a value for {policy}: {self.start!r}")
+            raise ValueError(f"Ramp: start is not a value for {compressor}: {self.start!r}")
 
     @property
     def main(self) -> Compressor:
@@ -156,11 +156,8 @@ class Progressive(Policy):
     name: ClassVar[str] = "progressive"
 
     def __post_init__(self) -> None:
-        steps("Progressive", "steps", self.steps)
-        policy = child("Progressive", self.then)
-        if str(policy) != str(policy.main):
-            raise ValueError(f"Progressive: then must be a compressor, got {policy}")
-        object.__setattr__(self, "then", policy.main)
+        check.steps("Progressive", "steps", self.steps)
+        object.__setattr__(self, "then", check.compressor("Progressive", self.then))
 
     @property
     def main(self) -> Compressor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from thinwire.compressors import Compressor, Joint, parse
 from thinwire.compressors.spec import split
 from thinwire.kernels import Key
+from thinwire.policies import check
 from thinwire.policies.base import Choice, Chooser, Measured, Policy, Setting, Target
-from thinwire.policies.check import child, positive, steps
 from thinwire.policies.ladder import knob, near
 from thinwire.policies.layerwise import by_choice
 
@@ -53,12 +53,12 @@ class Solve(Policy):
     name: ClassVar[str] = "solve"
 
     def __post_init__(self) -> None:
-        policy = child("Solve", self.uniform)
-        if str(policy) != str(policy.main) or isinstance(policy.main, Joint):
-            raise ValueError(f"Solve: uniform must be a compressor with a payload, got {policy}")
-        object.__setattr__(self, "uniform", policy.main)
-        positive("Solve", "error_budget", self.error_budget)
-        steps("Solve", "steps", self.steps)
+        uniform = check.compressor("Solve", self.uniform, "uniform")
+        if isinstance(uniform, Joint):
+            raise ValueError(f"Solve: uniform must be a compressor with a payload, got {uniform}")
+        object.__setattr__(self, "uniform", uniform)
+        check.positive("Solve", "error_budget", self.error_budget)
+        check.steps("Solve", "steps", self.steps)
         self.choices()
 
     def choices(self) -> tuple[Compressor, ...]:
