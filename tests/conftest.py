@@ -77,6 +77,7 @@ def pytest_collection_modifyitems(config, items):
         return 2 if several & vars(item.module).keys() or "compare" in item.module.__name__ else 1
 
     items.sort(key=place)
-    if len(items) > MANY and not config.option.collectonly:
+    first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    if len(items) > MANY and first and not config.option.collectonly:
         warming = warm.start()
         config.add_cleanup(lambda: (warming.kill(), warming.wait()))

@@ -117,6 +117,20 @@ def test_a_policy_by_the_clock_goes_on_with_what_it_chose(spec):
     assert all(ranks.run(on_timed_checkpoint, spec, ranks=2))
 
 
+def on_one_rank() -> list[str]:
+    found = []
+    for spec in (*STEADY, *TIMED):
+        model, wire = wired(spec)
+        train(model, range(8))
+        found.append(wire.explain())
+    return found
+
+
+def test_a_single_rank_needs_nobody():
+    (found,) = ranks.run(on_one_rank, ranks=1)
+    assert len(found) == len(STEADY + TIMED)
+
+
 def on_other_policy() -> str:
     wire = wired("bandwidth:(topk:0.01)")[1]
     try:

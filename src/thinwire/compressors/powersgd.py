@@ -79,7 +79,7 @@ class PowerSGD(Joint):
         for each, p, q in zip(seen, left, right, strict=True):
             each.recall["q"] = orthonormal(q)
             results.append(p @ q.T)
-            each.matrix.addmm_(p, q.T, alpha=-1)
+            each.matrix.sub_(results[-1])
         return results
 
     def _start(self, seen: Seen) -> Tensor:

@@ -99,6 +99,8 @@ class _Following(Chooser):
             return  # kernels are compiled, buffers made
         # Who arrives last in an exchange waits least: that is what the network itself takes.
         network = min(one.network for one in told)
+        if not network:
+            return  # a group of one
         num_bytes = sum(one.num_bytes for one in told) / len(told)
         computing = median(max(0.0, one.step - one.waiting) for one in told)
         window = min(one.window for one in told)
