@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config, items):
         return 2 if several & vars(item.module).keys() or "compare" in item.module.__name__ else 1
 
     items.sort(key=place)
-    first = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
-    if len(items) > MANY and first and not config.option.collectonly:
-        warming = warm.start()
-        config.add_cleanup(lambda: (warming.kill(), warming.wait()))
+    if len(items) > MANY and not config.option.collectonly:
+        for warming in warm.start():
+            config.add_cleanup(warming.wait)
+            config.add_cleanup(warming.kill)
