@@ -1,7 +1,7 @@
 """Compiles the kernels that tests use, in the background while tests run that use none.
 
-On a fresh clone that is a minute and a half of work, half of it for each type. Compiled kernels are kept beside
-their sources; whoever needs one that is not there yet compiles it too.
+On a fresh clone that is a minute and a half of work, half of it for each type. Compiled kernels are
+kept beside their sources; whoever needs one that is not there yet compiles it too.
 """
 
 import os
