@@ -23,7 +23,7 @@ hypothesis.settings.register_profile(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=12,
+    max_examples=8,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 # Fresh examples, many more: pytest --hypothesis-profile=thorough
