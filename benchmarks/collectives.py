@@ -19,15 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import (
-    Runner,
-    Target,
-    in_lab,
-    on_loopback,
-    run_ranks,
-    show_targets,
-    write_record,
-)
+from harness import Runner, Target, conclude, in_lab, on_loopback, run_ranks
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -236,13 +228,7 @@ def main() -> int:
             found[ranks] = measure(f"{ranks} ranks", on_loopback(ranks), less, console)
         record["growth"] = {str(ranks): rows for ranks, rows in found.items()}
         targets += growth_targets(found)
-    show_targets(console, targets)
-    if options.out:
-        settings = {k: v for k, v in vars(options).items() if k not in ("out", "as_rank")}
-        notes = [note] if note else []
-        write_record(options.out, "thinwire.collectives/1", settings, notes, record, targets)
-        console.print(f"written: {options.out}")
-    return 0
+    return conclude(console, options, "thinwire.collectives/1", record, targets, note)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import Target, on_loopback, run_ranks, show_targets, write_record
+from harness import Target, conclude, on_loopback, run_ranks
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -243,14 +243,7 @@ def main() -> int:
         rows += run_torch(options, console)
     console.print(table_of(options, rows))
     targets = targets_of(rows) if options.workload == "images" else []
-    if targets:
-        show_targets(console, targets)
-    if options.out:
-        settings = {k: v for k, v in vars(options).items() if k not in ("out", "as_rank")}
-        notes = [note] if note else []
-        write_record(options.out, "thinwire.convergence/1", settings, notes, rows, targets)
-        console.print(f"written: {options.out}")
-    return 0
+    return conclude(console, options, "thinwire.convergence/1", rows, targets, note)
 
 
 if __name__ == "__main__":

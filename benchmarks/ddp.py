@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import Target, in_lab, on_loopback, run_ranks, show_targets, write_record
+from harness import Target, conclude, in_lab, on_loopback, run_ranks
 from rich.console import Console
 
 from thinwire.machine import busy
@@ -220,13 +220,7 @@ def main() -> int:
         both = found["both at a time"] / longer
         record["pipeline"]["one after the other / longer"] = after
         targets.append(Target.at_most("both at a time over the longer one", both, 1.25))
-    show_targets(console, targets)
-    if options.out:
-        settings = {k: v for k, v in vars(options).items() if k not in ("out", "as_rank")}
-        notes = [note] if note else []
-        write_record(options.out, "thinwire.ddp/1", settings, notes, record, targets)
-        console.print(f"written: {options.out}")
-    return 0
+    return conclude(console, options, "thinwire.ddp/1", record, targets, note)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,24 @@ def show_targets(console: Console, targets: Sequence[Target]) -> None:
     console.print(table)
 
 
+def conclude(
+    console: Console,
+    options: Any,
+    schema: str,
+    measured: Any,
+    targets: Sequence[Target] = (),
+    note: str | None = None,
+) -> int:
+    """Show the targets and write the record where `--out` says; the exit code."""
+    if targets:
+        show_targets(console, targets)
+    if options.out:
+        settings = {k: v for k, v in vars(options).items() if k not in ("out", "as_rank")}
+        write_record(options.out, schema, settings, [note] if note else [], measured, targets)
+        console.print(f"written: {options.out}")
+    return 0
+
+
 def write_record(
     path: Path,
     schema: str,

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import Target, show_targets, write_record
+from harness import Target, conclude
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -137,7 +137,7 @@ def measure(options: argparse.Namespace, console: Console) -> list[dict[str, Any
                 return
             row = json.loads(line)
             counted, steps = lab.inter_counters(), steps + 1
-            moved = [now - then for now, then in zip(counted, last, strict=True)]
+            moved = [end - begin for end, begin in zip(counted, last, strict=True)]
             row["between_counted"] = max(each.sent_bytes for each in moved)
             row["dropped"] = sum(each.dropped_packets for each in moved)
             last = counted
@@ -237,13 +237,7 @@ def main() -> int:
     title = f"{options.hosts} hosts in {options.racks} racks, {options.link} inside, "
     console.print(table_of(f"{title}{options.inter} between, {options.size}", rows))
     targets = targets_of(rows, options.compressors)
-    show_targets(console, targets)
-    if options.out:
-        settings = {k: v for k, v in vars(options).items() if k not in ("out", "as_rank")}
-        notes = [note] if note else []
-        write_record(options.out, "thinwire.hierarchical/1", settings, notes, rows, targets)
-        console.print(f"written: {options.out}")
-    return 0
+    return conclude(console, options, "thinwire.hierarchical/1", rows, targets, note)
 
 
 if __name__ == "__main__":

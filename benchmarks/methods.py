@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Target, in_lab, run_ranks, show_targets, write_record
+from harness import Target, conclude, in_lab, run_ranks
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +47,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "text": {"text": PLAIN},
 }
-NOTES = ["times of a step on loopback mean little: all ranks share this machine's cores"]
+NOTE = "times of a step on loopback mean little: all ranks share this machine's cores"
 COST = (  # method, collective
     ("ddp", ""),
     ("torch:powersgd", ""),
@@ -213,7 +213,7 @@ def rank_main(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def cost(options: argparse.Namespace, console: Console) -> None:
+def cost(options: argparse.Namespace, console: Console) -> int:
     rows: list[dict[str, Any]] = []
     job = {"workload": options.model, "rounds": options.rounds}
     with console.status("connecting ...") as status:
@@ -247,10 +247,7 @@ def cost(options: argparse.Namespace, console: Console) -> None:
     ]
     share = medians["powersgd:2", "auto"] / medians["torch:powersgd", ""]
     targets = [*arcs, Target.at_most("PowerSGD / PyTorch's hook", share, 1.0)]
-    show_targets(console, targets)
-    if options.out:
-        write_record(options.out, "thinwire.methods-cost/1", vars(options), [], rows, targets)
-        console.print(f"written: {options.out}")
+    return conclude(console, options, "thinwire.methods-cost/1", rows, targets)
 
 
 def main() -> int:
@@ -278,18 +275,14 @@ def main() -> int:
         return 0
     console = Console(width=120)
     if options.cost:
-        cost(options, console)
-        return 0
+        return cost(options, console)
     groups = GROUPS[options.workload]
     documents = [compare(options, workload, methods) for workload, methods in groups.items()]
     rows = [row for document in documents for row in rows_of(document)]
     console.print(table_of(rows))
-    if options.out:
-        write_record(options.out, "thinwire.methods/1", vars(options), NOTES, rows, [])
-        console.print(f"written: {options.out}")
     if options.picture:
         draw([rows], options.picture)
-    return 0
+    return conclude(console, options, "thinwire.methods/1", rows, note=NOTE)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-from harness import Target, on_loopback, run_ranks, show_targets, write_record
+import torch
+from harness import Target, conclude, on_loopback, run_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -97,7 +98,8 @@ class _Metered(Around):
         if self._step % 4 == 0 and choice is not None:
             values = x.float() if residual is None else x + residual
             left = values.clone()
-            choice.draft(values, key=Key(2, self._step)).add_to(left, -1.0)
+            zero = None if residual is None else torch.zeros_like(values)
+            choice.draft(values, residual=zero, key=Key(2, self._step)).add_to(left, -1.0)
             self.error += float(left.square().sum())
 
 
@@ -109,7 +111,6 @@ def policy_named(name: str, job: dict[str, Any]) -> Any:
 
 def rank_main(job: dict[str, Any]) -> None:
     """What runs on each rank: one training; rank 0 prints a line for each step."""
-    import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -140,7 +141,7 @@ def rank_main(job: dict[str, Any]) -> None:
         total = sum(tensors[name]["bytes_sent"] for name in wire.steering.targets)
         row["bytes"], sent = total - sent, total
         row["error"] = getattr(wire.steering.chooser, "error", 0.0)
-        row["now"] = sorted({str(c) for c in wire.steering._choices.values()})
+        row["now"] = sorted({str(wire.steering.compressor_of(n)) for n in wire.steering.targets})
         if job.get("validate") and step % EVERY == 0 and rank == 0:  # one rank is enough
             row["metric"] = task.evaluate(model.module)
             wire.observe(row["metric"])
@@ -376,13 +377,8 @@ def main() -> int:
         return 0
     console = Console(width=110)
     found, targets = STUDIES[options.study](options, console)
-    show_targets(console, targets)
-    if options.out:
-        schema = f"thinwire-bench-policies-{options.study}-1"
-        notes = ["all hosts and ranks share this machine's cores"]
-        write_record(options.out, schema, vars(options), notes, found, targets)
-        console.print(f"written: {options.out}")
-    return 0
+    note = "all hosts and ranks share this machine's cores"
+    return conclude(console, options, f"thinwire.policies-{options.study}/1", found, targets, note)
 
 
 if __name__ == "__main__":

@@ -296,18 +296,15 @@ def test_every_step_is_what_the_formulas_say(case):
 
 
 LAWS: dict[int, dict[str, Callable[[], None]]] = {2: {}, 3: {}, 4: {}}
-BROKEN: dict[str, str] = {}
 
 
-def law(*sizes: int, broken: str = "") -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register what holds on so many ranks; `broken` says why it does not."""
+def law(*sizes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register what holds on so many ranks."""
 
     def register(function: Callable[[], None]) -> Callable[[], None]:
         name = function.__name__.removeprefix("on_")
         for size in sizes:
             LAWS[size][name] = function
-        if broken:
-            BROKEN[name] = broken
         return function
 
     return register
@@ -1020,17 +1017,9 @@ def on_votes_of_what_travels_as_it_is_hear_of_nan_too() -> None:
     assert same(wire.state_dict()["reducer"]["tensors"]["0.bias"]["m"], kept)
 
 
-def xfail(reason: str) -> Any:
-    return pytest.mark.xfail(strict=True, reason=reason) if reason else ()
-
-
 @pytest.mark.parametrize(
     ("size", "name"),
-    [
-        pytest.param(size, name, id=f"{name}-{size}", marks=xfail(BROKEN.get(name, "")))
-        for size, each in LAWS.items()
-        for name in each
-    ],
+    [pytest.param(size, name, id=f"{name}-{size}") for size, each in LAWS.items() for name in each],
 )
 def test_law(size, name):
     for rank, found in enumerate(laws(size)):

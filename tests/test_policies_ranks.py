@@ -171,6 +171,7 @@ class _Broken(Chooser):
             raise ArithmeticError(f"no {where} today")
 
     def choose(self, tensor: Target, step: int) -> tw.Compressor:
+        self._step = step
         self._fail("choose", step)
         return tw.TopK(0.1)
 
@@ -181,6 +182,7 @@ class _Broken(Chooser):
         self._fail("watch")
 
     def report(self, measured: Any) -> list[float]:
+        self._fail("report", self._step + 1)
         return [1.0]
 
     def learn(self, step: int, rows: Any) -> None:
@@ -205,7 +207,7 @@ def on_a_broken_policy(where: str) -> tuple[str, list[bool], bool]:
     return said, errors, bool(torch.equal(rows[0], rows[1]))
 
 
-@pytest.mark.parametrize("where", ["choose", "watch", "learn"])
+@pytest.mark.parametrize("where", ["choose", "watch", "report", "learn"])
 def test_a_policy_that_raises_on_one_rank_ends_all(where):
     first, second = ranks.run(on_a_broken_policy, where, ranks=2, seconds=60)
     assert second[0].startswith(f"ArithmeticError: no {where} today")

@@ -31,7 +31,8 @@ def joint(talk: Talk, work: Work) -> None:
         plain = [view for view in views if isinstance(view, Tensor)]
         search = compressor.find(seen)
         wanted = [*next(search), *plain]
-        sound = _all_finite(wanted)  # what is not finite in a matrix is not in its products either
+        # Not to be seen in the products: a library may skip what is multiplied by zero.
+        sound = all(part.finite for part in work.parts)
     said = talk.meet([not sound])
     if any(one.numbers[0] for one in said):
         talk.account.finite = False

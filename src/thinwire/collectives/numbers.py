@@ -1,7 +1,6 @@
 """A few numbers of every rank, for every rank: what decisions are made from."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from thinwire.collectives.talk import Call, Talk
 
 
 def gather_numbers(
-    numbers: Sequence[float],
+    numbers: Sequence[float] | Exception,
     what: str,
     *,
     device: torch.device,
@@ -21,7 +20,8 @@ def gather_numbers(
     """Start telling all ranks of a group some numbers.
 
     Args:
-        numbers: of this rank, as many on all ranks.
+        numbers: of this rank, as many on all ranks; or why it has none, which ends the exchange on
+            all of them.
         what: they are, in words: ranks must agree in it.
         device: where the group's tensors are.
 
@@ -29,18 +29,21 @@ def gather_numbers(
         A handle, and the list that holds the numbers of all ranks, in their order, when it has
         ended.
     """
-    own = torch.tensor(numbers, dtype=torch.float64)
     session = Session(group, [torch.empty(0, device=device)])
     rows: list[list[float]] = []
     handle = Handle(None, f"exchange of {what}")
     if session.size == 1:
-        rows.append(own.tolist())
-        handle.end()
+        failed = isinstance(numbers, Exception)
+        rows.append([] if failed else [float(number) for number in numbers])
+        handle.end(numbers if failed else None)
         return handle, rows
-    call = Call("numbers", (("numbers", f"{own.numel()} of {what}"),))
+    call = Call("numbers", (("numbers", what),))
 
     def job(talk: Talk) -> None:
-        message: Any = own.view(torch.uint8).to(talk.device)
+        with talk.preparing():
+            if isinstance(numbers, Exception):
+                raise numbers
+            message = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(talk.device)
         talk.meet()
         found = talk.gather(message, [message.numel()] * talk.members.size)
         rows.extend(each.cpu().clone().view(torch.float64).tolist() for each in found)

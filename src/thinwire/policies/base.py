@@ -120,8 +120,8 @@ class Policy(ABC):
         return spec_of(self)
 
 
-class Chooser:
-    """A policy at work, to be derived from.
+class Chooser(ABC):
+    """A policy at work. Only `choose` must be there; the rest is for those that learn.
 
     Attributes:
         fixed: choices never change, so that they are asked for once.
@@ -131,9 +131,9 @@ class Chooser:
     fixed = False
     num_reports = 0
 
+    @abstractmethod
     def choose(self, tensor: Target, step: int) -> Choice:
         """The compressor of a tensor at a step, counted from 1."""
-        raise NotImplementedError
 
     def due(self, step: int) -> bool:
         """Whether ranks tell each other their numbers after this step."""
@@ -156,6 +156,9 @@ class Chooser:
 
     def hold(self, held: bool) -> None:
         """Whether somebody else chooses: it may learn then, but has nothing to decide."""
+
+    def scale(self, factor: float) -> None:
+        """The loss, and with it all gradients, is from now on so many times as large."""
 
     def observe(self, value: float) -> None:
         """A validation came to this."""
@@ -199,6 +202,9 @@ class Around(Chooser):
 
     def hold(self, held: bool) -> None:
         self.inner.hold(held)
+
+    def scale(self, factor: float) -> None:
+        self.inner.scale(factor)
 
     def observe(self, value: float) -> None:
         self.inner.observe(value)
@@ -252,6 +258,10 @@ class Shared(Chooser):
     def hold(self, held: bool) -> None:
         for chooser in self._all:
             chooser.hold(held)
+
+    def scale(self, factor: float) -> None:
+        for chooser in self._all:
+            chooser.scale(factor)
 
     def observe(self, value: float) -> None:
         for chooser in self._all:

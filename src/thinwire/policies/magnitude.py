@@ -12,7 +12,8 @@ from thinwire.compressors import Compressor, Threshold, Tiered, check, parse
 from thinwire.policies.base import Choice, Chooser, Measured, Policy, Setting, Target
 from thinwire.policies.check import steps
 
-SAMPLE = 1 << 16  # elements of a tensor that are looked at
+SAMPLE = 1 << 16  # elements of a large tensor that are looked at
+BLOCK = 1 << 10
 FIRST = 8  # steps after each of which thresholds move: residuals build up
 GAIN = 0.3  # of a threshold's logarithm, for a share that is off by its own size
 
@@ -96,10 +97,9 @@ class _Levels(Chooser):
 
     def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
         at = self._place[tensor.name]
-        stride = max(1, x.numel() // SAMPLE) | 1  # odd: rows are of even length
-        sample = x[::stride].float()
+        sample = _some(x).float()
         if residual is not None:
-            sample = sample + residual[::stride]
+            sample = sample + _some(residual)
         sample = sample.abs()
         if not bool(torch.isfinite(sample).all()):
             return
@@ -136,6 +136,9 @@ class _Levels(Chooser):
     def _note(self, step: int, name: str, at: int, why: str) -> None:
         self._journal.note(step + 1, name, f"threshold {self._levels[at]:.3g}", why)
 
+    def scale(self, factor: float) -> None:
+        self._levels = [_rounded(factor * level) for level in self._levels]
+
     def explain(self) -> list[str]:
         known = [density for density in self._densities if density]
         if not known:
@@ -152,6 +155,15 @@ class _Levels(Chooser):
     def load(self, state: Sequence[float]) -> None:
         count = len(self._levels)
         self._levels, self._densities = list(state[:count]), list(state[count:])
+
+
+def _some(values: Tensor) -> Tensor:
+    """A sample: blocks of neighbours, as single elements at equal distances may all be at the same
+    place of a kernel or a row."""
+    count = values.numel() // BLOCK
+    if values.numel() <= 2 * SAMPLE:
+        return values
+    return values[: count * BLOCK].view(count, BLOCK)[:: count * BLOCK // SAMPLE].reshape(-1)
 
 
 def _quantile(sample: Tensor, share: float) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -116,8 +117,10 @@ class Solving(Chooser):
     def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
         at = self._place[tensor.name]
         values = x.float() if residual is None else x + residual
+        # Some scale what they send where nothing is remembered.
+        zero = None if residual is None else torch.zeros_like(values)
         for i, compressor in enumerate(self._choices):
-            payload = compressor.draft(values, key=Key(1, at, i))
+            payload = compressor.draft(values, residual=zero, key=Key(1, at, i))
             if payload.non_finite:
                 return
             left = values.clone()

@@ -43,11 +43,10 @@ class Steering:
         self.journal = Journal()
         self.targets = {target.name: target for target in targets}
         self.chooser = policy.begin(Setting(targets, size, feedback, self.journal))
-        self._step = 0
-        self._choices: dict[str, Choice] = {}
+        self._step = 0  # that has begun last
+        self._choices = self._chosen(1)
         self._where: dict[str, Any] = {"device": device, "group": group, "timeout": timeout}
         self._told: tuple[int, Handle, list[list[float]]] | None = None
-        self._choose(1)
 
     def compressor_of(self, name: str) -> Compressor | None:
         """In this step; None for what travels as it is."""
@@ -56,14 +55,12 @@ class Steering:
     def begin(self, step: int) -> None:
         """A step begins: hear what was said after the last one, and choose."""
         self.settle()
-        if not self.chooser.fixed:
-            self._choose(step)
-
-    def _choose(self, step: int) -> None:
         self._step = step
-        self._choices = {
-            name: self.chooser.choose(target, step) for name, target in self.targets.items()
-        }
+        if not self.chooser.fixed:
+            self._choices = self._chosen(step)
+
+    def _chosen(self, step: int) -> dict[str, Choice]:
+        return {name: self.chooser.choose(target, step) for name, target in self.targets.items()}
 
     def settle(self) -> None:
         """Have heard all that was said."""
@@ -75,7 +72,10 @@ class Steering:
     def end(self, step: int, measured: Measured) -> None:
         """A step has ended: tell the others."""
         if self.chooser.due(step):
-            numbers = self.chooser.report(measured)
+            try:
+                numbers: Sequence[float] | Exception = self.chooser.report(measured)
+            except Exception as error:
+                numbers = error  # which all will hear
             what = f"{self.policy} after step {step}"
             self._told = (step, *gather_numbers(numbers, what, **self._where))
 
@@ -90,11 +90,9 @@ class Steering:
                 self.chooser.watch(self.targets[name], turn.tensor[lo:hi], residual)
 
     def settings(self) -> Layerwise:
-        """What each tensor travels with now, as a policy."""
+        """What each tensor travels with in the next step, as a policy."""
         self.settle()
-        if not self.chooser.fixed:
-            self._choose(self._step + 1)
-        choices = self._choices.items()
+        choices = self._chosen(self._step + 1).items()
         return Layerwise(
             tuple(Rule(None if c is None else Fixed(c), escape(name)) for name, c in choices)
         )
@@ -114,8 +112,8 @@ class Steering:
             )
         self._told = None
         self.chooser.load(state)
-        if not self.chooser.fixed:
-            self._choose(step + 1)
+        self._step = step
+        self._choices = self._chosen(step + 1)
 
 
 def targets_of(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Target]:

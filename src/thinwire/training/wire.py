@@ -190,6 +190,7 @@ class Wire:
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         if scale != self._scale:
             self.reducer.scale(scale / self._scale)
+            self.steering.chooser.scale(scale / self._scale)
             self._scale = scale
         if self._check_every and self.step % self._check_every == 0:
             counts = queue_callback(lambda: None)  # else this rank has joined and is behind
