@@ -18,7 +18,7 @@ def first_stage(inputs: torch.Tensor) -> None:
     stage = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     optimizer = torch.optim.Adam(stage.parameters(), lr=3e-3)
     for _ in range(STEPS):
-        token = tw.pipe_send(stage(inputs), "quantize:8", dst=1)
+        token = tw.pipeline.send(stage(inputs), "quantize:8", dst=1)
         optimizer.zero_grad()
         token.backward()
         optimizer.step()
@@ -28,7 +28,7 @@ def second_stage(targets: torch.Tensor) -> None:
     stage = nn.Linear(WIDTH, 1)
     optimizer = torch.optim.Adam(stage.parameters(), lr=3e-3)
     for step in range(STEPS):
-        activations = tw.pipe_recv((BATCH, WIDTH), src=0, gradient="quantize:8")
+        activations = tw.pipeline.recv((BATCH, WIDTH), src=0, grad_compressor="quantize:8")
         loss = nn.functional.mse_loss(stage(activations), targets)
         optimizer.zero_grad()
         loss.backward()
@@ -49,7 +49,7 @@ def main() -> None:
         first_stage(inputs)
     else:
         second_stage(targets)
-    tw.pipe_wait()
+    tw.pipeline.wait()
     dist.destroy_process_group()
 
 

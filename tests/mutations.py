@@ -12,9 +12,9 @@ from tensors import content, normal
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.wire.code import Code, Extent, as_bytes
-from thinwire.wire.frame import _checksum, _order
-from thinwire.wire.header import CHECKSUM, DTYPES, header_bytes, read_header
+from thinwire.frames.code import Code, Extent, as_bytes
+from thinwire.frames.frame import _checksum, _order
+from thinwire.frames.header import CHECKSUM, DTYPES, header_bytes, read_header
 
 MAX_NUMEL = 1 << 20
 LONGEST = 1 << 16  # bytes that a mutation makes a frame at most

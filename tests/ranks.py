@@ -239,7 +239,7 @@ def _warm() -> None:
     torch.set_num_threads(1)
     importlib.import_module("tensors")  # the tests will want it
     # What DDP and its checkpoints import when first used: seconds, in each process anew otherwise.
-    for name in ("torch._dynamo", "thinwire.training.checkpoint", "torch.distributed.checkpoint"):
+    for name in ("torch._dynamo", "thinwire.parallel.checkpoint", "torch.distributed.checkpoint"):
         importlib.import_module(name)
     from rows import ROWS
 

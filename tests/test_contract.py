@@ -16,7 +16,7 @@ from tensors import FLOATS, INTEGERS, Case, bits, cases, content, lay, normal, r
 
 import thinwire as tw
 from thinwire.compressors.registry import JOINT
-from thinwire.wire.header import header_bytes
+from thinwire.frames.header import header_bytes
 
 KEY = tw.Key(seed=7, step=11, tensor=13)
 LONG = 300_007  # elements: enough for three threads to share, and no multiple of anything
@@ -49,7 +49,7 @@ def sent_by(c: tw.Compressor, payload: tw.Payload) -> torch.Tensor:
 
 def test_every_compressor_has_a_row():
     named = {stage.partition(":")[0] for row in ROWS for stage in re.split(r"[|(]", row.spec)}
-    missing = set(tw.compressors()) - named - set(JOINT)  # those have no payload
+    missing = set(tw.list_compressors()) - named - set(JOINT)  # those have no payload
     assert not missing, f"give {sorted(missing)} a row in tests/rows.py"
 
 
@@ -317,7 +317,7 @@ def test_configurations_differ():
         (lambda: tw.Tiered(0.1, large="none"), "Tiered: large"),
         (lambda: tw.Quantize(4) | tw.TopK(0.1), "sends no plain values"),
         (lambda: tw.Lossless() | tw.TopK(0.1), "Lossless must come last"),
-        (lambda: tw.Chain((tw.TopK(0.1),)), "two to 4 stages"),
+        (lambda: tw.compressors.Chain((tw.TopK(0.1),)), "two to 4 stages"),
         (lambda: tw.parse("topq:0.1"), "unknown compressor 'topq', known: arc, bernoulli, cast"),
         (lambda: tw.parse("topk"), "lacks an argument; usage: topk:RATIO"),
         (lambda: tw.parse("topk:0.1,0.2"), "too many arguments"),
@@ -519,7 +519,7 @@ def test_the_key_does_not_matter(row):
 
 @over("random", "residual")
 def test_a_residual_without_a_key_is_warned_of(row):
-    with pytest.warns(tw.ThinwireWarning, match=r"Pass key=tw\.Key"):
+    with pytest.warns(tw.errors.ThinwireWarning, match=r"Pass key=tw\.Key"):
         row.compressor.encode(normal(10), residual=torch.zeros(10))
 
 

@@ -33,7 +33,7 @@ from thinwire.compressors.base import Request
 from thinwire.compressors.sparsifier import Selection, Sparsifier
 from thinwire.feedback.registry import feedback_for
 from thinwire.feedback.vector import STORAGES, Vector
-from thinwire.methods.unit import Unit
+from thinwire.reducer.unit import Unit
 from thinwire.telemetry import Ledger
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
@@ -360,7 +360,7 @@ def top(p: np.ndarray, ratio: float) -> np.ndarray:
 
 def by_hand(case: Case) -> Iterator[tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
     """The formulas for all ranks at once, in float64: the result and the memories of each step."""
-    feedback = tw.parse_feedback(case.feedback)
+    feedback = tw.feedback.parse_feedback(case.feedback)
     ratio = tw.parse(case.spec).ratio
     eta, decay = getattr(feedback, "eta", 1.0), getattr(feedback, "decay", 1.0)
     first = True
@@ -840,7 +840,7 @@ def on_states_of_another_number_of_ranks_keep_the_mean() -> None:
     for feedback, count in (("ef14", 2), ("ef21m:0.3", 4), ("ef14", size), ("ef21", size)):
         states = []
         for rank in range(count):
-            parts = tw.parse_feedback(feedback).parts
+            parts = tw.feedback.parse_feedback(feedback).parts
             kept = {p: normal(30, rank + 7 * i * (p != "mean")) for i, p in enumerate(parts)}
             if "mean" in kept:
                 kept["mean"] = (
@@ -1253,26 +1253,29 @@ def test_what_is_finite_is_kept_finite():
 _remembering = {"storage": st.sampled_from(STORAGES), "reset": st.integers(0, 10**6)}
 _shares = st.floats(0, 1) | st.sampled_from([0, 1])
 feedbacks = st.one_of(
-    st.just(tw.NoFeedback()),
-    st.builds(tw.EF14, _shares, **_remembering),
-    st.builds(tw.EF21, **_remembering),
-    st.builds(tw.EF21M, _shares.filter(lambda eta: eta > 0), **_remembering),
+    st.just(tw.feedback.NoFeedback()),
+    st.builds(tw.feedback.EF14, _shares, **_remembering),
+    st.builds(tw.feedback.EF21, **_remembering),
+    st.builds(tw.feedback.EF21M, _shares.filter(lambda eta: eta > 0), **_remembering),
 )
 
 
 @given(feedbacks)
 def test_specs_lead_back_to_their_feedback(feedback):
-    assert tw.parse_feedback(str(feedback)) == feedback
-    assert hash(tw.parse_feedback(str(feedback))) == hash(feedback)
-    assert eval(repr(feedback), vars(tw)) == feedback
-    assert str(tw.parse_feedback(f"  {str(feedback).upper().partition(':')[0]} ")) == feedback.name
+    assert tw.feedback.parse_feedback(str(feedback)) == feedback
+    assert hash(tw.feedback.parse_feedback(str(feedback))) == hash(feedback)
+    assert eval(repr(feedback), vars(tw.feedback)) == feedback
+    assert (
+        str(tw.feedback.parse_feedback(f"  {str(feedback).upper().partition(':')[0]} "))
+        == feedback.name
+    )
 
 
 def test_every_feedback_has_a_name_and_a_line():
-    found = tw.feedbacks()
+    found = tw.list_feedbacks()
     assert list(found) == ["none", "ef14", "ef21", "ef21m", "dgc", "vote"]
     for name, line in found.items():
-        assert tw.parse_feedback(name).name == name
+        assert tw.feedback.parse_feedback(name).name == name
         assert line.endswith("."), f"{name}: the first line of the docstring is a sentence"
 
 
@@ -1295,12 +1298,12 @@ def test_every_feedback_has_a_name_and_a_line():
 )
 def test_a_wrong_spec_says_what_is_wrong(spec, said):
     with pytest.raises(ValueError, match=re.escape(said)):
-        tw.parse_feedback(spec)
+        tw.feedback.parse_feedback(spec)
 
 
 def test_what_is_no_spec_is_refused():
     with pytest.raises(TypeError, match="a spec is a string such as 'ef14', got 3"):
-        tw.parse_feedback(3)
+        tw.feedback.parse_feedback(3)
     with pytest.raises(TypeError, match="a spec is a string"):
         tw.Reducer("topk:0.1", feedback=3)
     with pytest.raises(TypeError, match="expected a compressor or a spec"):
@@ -1328,13 +1331,15 @@ def test_auto_is_ef14_for_what_is_biased_and_none_for_the_rest():
             assert feedback_for(compressor, " Auto ").name == name, spec
             assert f"feedback='{name}'" in repr(tw.Reducer(compressor)), spec
             asked = feedback_for(compressor, "ef14:0.5")
-            assert asked == (tw.NoFeedback() if compressor.lossless else tw.EF14(0.5)), spec
-            assert feedback_for(compressor, tw.EF21()) == tw.EF21(), spec
+            assert asked == (
+                tw.feedback.NoFeedback() if compressor.lossless else tw.feedback.EF14(0.5)
+            ), spec
+            assert feedback_for(compressor, tw.feedback.EF21()) == tw.feedback.EF21(), spec
 
 
 @pytest.mark.parametrize("spec", ["randomk:0.1,scaled=true", "bernoulli:0.1,scaled=true"])
 def test_auto_can_be_used_with_every_compressor(spec):
-    assert feedback_for(tw.parse(spec), "auto") == tw.NoFeedback()
+    assert feedback_for(tw.parse(spec), "auto") == tw.feedback.NoFeedback()
 
 
 def test_the_cases_go_where_they_can():

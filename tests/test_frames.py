@@ -18,8 +18,8 @@ from tensors import normal, same
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.wire.code import Code
-from thinwire.wire.codes import (
+from thinwire.frames.code import Code
+from thinwire.frames.codes import (
     BY_ID,
     Affine,
     Elias,
@@ -35,8 +35,8 @@ from thinwire.wire.codes import (
     Uniform,
     Zipped,
 )
-from thinwire.wire.header import MOST_DEPTH, header_bytes
-from thinwire.wire.varint import varint
+from thinwire.frames.header import MOST_DEPTH, header_bytes
+from thinwire.frames.varint import varint
 
 GOLDEN = Path(__file__).parent / "golden"
 F32 = torch.float32

@@ -15,12 +15,12 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src"
 FACE = "thinwire"  # thinwire/__init__.py: may import anything; of the rooms only cli may import it
 ROOMS = (
-    *("kernels", "wire", "compressors", "collectives", "feedback", "methods", "optim"),
-    *("policies", "training", "integrations", "workloads", "plan", "lab", "compare", "report"),
-    *("bench", FACE, "cli"),
+    *("kernels", "frames", "compressors", "collectives", "pipeline", "feedback", "reducer"),
+    *("policies", "methods", "optim", "parallel", "integrations", "workloads", "plan", "lab"),
+    *("compare", "report", "bench", FACE, "cli"),
     "__main__",
 )
-LEAVES = frozenset({"errors", "machine", "telemetry"})
+LEAVES = frozenset({"errors", "machine", "spec", "telemetry"})
 MAY_TALK = frozenset(ROOMS[ROOMS.index("collectives") :]) - {FACE}
 
 
@@ -35,7 +35,7 @@ class Module(NamedTuple):
 
 
 def room_of(name: str) -> str:
-    """`thinwire.wire.frame` is in room wire; `thinwire` is the face."""
+    """`thinwire.frames.frame` is in room frames; `thinwire` is the face."""
     return name.split(".")[1] if "." in name else FACE
 
 
@@ -115,8 +115,8 @@ def test_nothing_imports_pickle() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        Module("thinwire.kernels.topk", "import thinwire.wire.frame"),
-        Module("thinwire.wire.frame", "from thinwire import compressors"),
+        Module("thinwire.kernels.topk", "import thinwire.frames.frame"),
+        Module("thinwire.frames.frame", "from thinwire import compressors"),
         Module("thinwire.compressors.topk", "def f():\n    from ..collectives import gather"),
         Module("thinwire.compressors", "from .. import feedback", is_package=True),
         Module("thinwire.bench", "from thinwire import TopK"),
@@ -134,15 +134,15 @@ def test_a_wrong_import_is_detected(module: Module) -> None:
     ["import torch.distributed as d", "from torch import distributed", "torch.distributed.barrier"],
 )
 def test_talking_is_detected(source: str) -> None:
-    module = Module("thinwire.wire.frame", source)
+    module = Module("thinwire.frames.frame", source)
     assert imports_any(module, "torch.distributed"), f"{source!r} is not seen: mend imported"
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        Module("thinwire.wire", "from . import frame\nfrom .frame import Frame", is_package=True),
-        Module("thinwire.compressors.topk", "from ..wire import frame\nfrom ..errors import E"),
+        Module("thinwire.frames", "from . import frame\nfrom .frame import Frame", is_package=True),
+        Module("thinwire.compressors.topk", "from ..frames import frame\nfrom ..errors import E"),
         Module("thinwire.telemetry", "import torch\nfrom .errors import E"),
         Module("thinwire.cli", "from thinwire import __version__"),
     ],

@@ -20,10 +20,10 @@ from tensors import normal, same
 
 import thinwire as tw
 from thinwire import kernels
+from thinwire.frames.codes.sparse import write_positions
 from thinwire.kernels import threads
 from thinwire.kernels.cpu import jit
 from thinwire.kernels.reference import levels as reference_levels
-from thinwire.wire.codes.sparse import write_positions
 
 KEY = tw.Key(seed=0xFEDCBA9876543210, step=5, tensor=7)
 CPU = torch.device("cpu")

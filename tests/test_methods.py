@@ -30,12 +30,12 @@ from thinwire.compressors.sparsifier import kept
 from thinwire.feedback.base import Desk
 from thinwire.feedback.registry import feedback_for
 from thinwire.feedback.vector import Room
+from thinwire.frames.payload import add_all
+from thinwire.methods.recipes import methods, recipe_of
+from thinwire.parallel.momentum import take_momentum, with_momentum
+from thinwire.parallel.planner import Order, Piece, Planner
 from thinwire.policies.base import Journal, Setting, Target
 from thinwire.policies.fixed import Fixed
-from thinwire.policies.named import methods, recipe_of
-from thinwire.training.momentum import take_momentum, with_momentum
-from thinwire.training.planner import Order, Piece, Planner
-from thinwire.wire.payload import add_all
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -434,14 +434,14 @@ def test_what_all_ranks_find_together_cannot_be_a_stage(spec):
         (lambda: tw.ARCTopK(row=0), "ARCTopK: row must be a whole number from 1, got 0"),
         (lambda: tw.ARCTopK(least=-1), "ARCTopK: least must be a whole number from 0, got -1"),
         (lambda: tw.ARCTopK(exact=1), "ARCTopK: exact must be true or false, got 1"),
-        (lambda: tw.DGC(1.0), "DGC: momentum must be in [0, 1), got 1.0"),
-        (lambda: tw.DGC(-0.1), "DGC: momentum must be in [0, 1), got -0.1"),
-        (lambda: tw.DGC(clip=-1), "DGC: clip must be in [0, inf), got -1"),
-        (lambda: tw.DGC(nesterov=1), "DGC: nesterov must be true or false, got 1"),
-        (lambda: tw.DGC(storage="fp8"), "DGC: storage must be one of"),
-        (lambda: tw.Vote(1), "Vote: momentum must be in [0, 1), got 1"),
-        (lambda: tw.Vote(True), "Vote: momentum must be in [0, 1), got True"),
-        (lambda: tw.Vote(reset=-1), "Vote: reset must be a number of steps"),
+        (lambda: tw.feedback.DGC(1.0), "DGC: momentum must be in [0, 1), got 1.0"),
+        (lambda: tw.feedback.DGC(-0.1), "DGC: momentum must be in [0, 1), got -0.1"),
+        (lambda: tw.feedback.DGC(clip=-1), "DGC: clip must be in [0, inf), got -1"),
+        (lambda: tw.feedback.DGC(nesterov=1), "DGC: nesterov must be true or false, got 1"),
+        (lambda: tw.feedback.DGC(storage="fp8"), "DGC: storage must be one of"),
+        (lambda: tw.feedback.Vote(1), "Vote: momentum must be in [0, 1), got 1"),
+        (lambda: tw.feedback.Vote(True), "Vote: momentum must be in [0, 1), got True"),
+        (lambda: tw.feedback.Vote(reset=-1), "Vote: reset must be a number of steps"),
         (lambda: tw.parse("powersgd:2,2,2,2"), "too many arguments"),
         (lambda: tw.parse("arc:width=x"), "ARCTopK: width must be a whole number from 1, got 'x'"),
     ],
@@ -463,8 +463,8 @@ specs = st.one_of(
     ),
 )
 feedbacks = st.one_of(
-    st.builds(tw.DGC, st.floats(0, 0.999), st.booleans(), st.floats(0, 1e9)),
-    st.builds(tw.Vote, st.floats(0, 0.999), storage=st.sampled_from(["bf16", "host"])),
+    st.builds(tw.feedback.DGC, st.floats(0, 0.999), st.booleans(), st.floats(0, 1e9)),
+    st.builds(tw.feedback.Vote, st.floats(0, 0.999), storage=st.sampled_from(["bf16", "host"])),
 )
 
 
@@ -472,16 +472,16 @@ feedbacks = st.one_of(
 def test_specs_lead_back(compressor, feedback):
     assert tw.parse(str(compressor)) == compressor
     assert eval(repr(compressor), vars(tw)) == compressor
-    assert tw.parse_feedback(str(feedback)) == feedback
-    assert eval(repr(feedback), vars(tw)) == feedback
+    assert tw.feedback.parse_feedback(str(feedback)) == feedback
+    assert eval(repr(feedback), vars(tw.feedback)) == feedback
 
 
 def test_auto_is_what_the_papers_use():
-    assert feedback_for(tw.PowerSGD(), "auto") == tw.EF14()
-    assert feedback_for(tw.ARCTopK(), "auto") == tw.EF21M()
-    assert feedback_for(tw.ARCTopK(), "ef14:0.5") == tw.EF14(0.5)
-    assert tw.Reducer("powersgd").feedback == tw.EF14()
-    assert tw.Reducer("arc").feedback == tw.EF21M()
+    assert feedback_for(tw.PowerSGD(), "auto") == tw.feedback.EF14()
+    assert feedback_for(tw.ARCTopK(), "auto") == tw.feedback.EF21M()
+    assert feedback_for(tw.ARCTopK(), "ef14:0.5") == tw.feedback.EF14(0.5)
+    assert tw.Reducer("powersgd").feedback == tw.feedback.EF14()
+    assert tw.Reducer("arc").feedback == tw.feedback.EF21M()
     assert "feedback='ef21m'" in repr(tw.Reducer("arc"))
 
 
@@ -592,7 +592,7 @@ def test_every_method_has_a_usage_and_a_line():
     for (usage, made, line), name in zip(rows, names, strict=True):
         assert line.endswith("."), f"{name}: the first line of the docstring is a sentence"
         compressor, feedback, collective = re.fullmatch(r"(.*) \+ (.*), (\w+)", made).groups()
-        built, remembering = tw.parse(compressor), tw.parse_feedback(feedback)
+        built, remembering = tw.parse(compressor), tw.feedback.parse_feedback(feedback)
         recipe = recipe_of(name)
         if recipe is None:
             assert collective == "auto"
@@ -627,7 +627,7 @@ def test_a_recipe_is_what_the_paper_says(spec):
     recipe = recipe_of(spec)
     compressor, feedback, collective = RECIPES[spec]
     assert recipe.compressor == tw.parse(compressor)
-    assert recipe.feedback == tw.parse_feedback(feedback)
+    assert recipe.feedback == tw.feedback.parse_feedback(feedback)
     assert recipe.collective == collective
     assert recipe_of(recipe.name) is not None
     assert recipe_of(recipe.name).compressor == recipe.compressor, "names are read back"
@@ -679,7 +679,7 @@ def test_unbiased_methods_remember_nothing():
     for spec in ("qsgd:4bit", "terngrad", "natural"):
         recipe = recipe_of(spec)
         if recipe is not None:
-            assert recipe.feedback == tw.NoFeedback()
+            assert recipe.feedback == tw.feedback.NoFeedback()
             assert recipe.compressor.unbiased
     made = {usage.partition(":")[0]: made for usage, made, _ in methods()}
     for name in ("qsgd", "terngrad", "natural"):
@@ -695,7 +695,7 @@ def test_a_tie_is_a_tie_with_any_number_of_ranks(size):
     rng = np.random.default_rng(size)
     halves = np.repeat([1.0, -1.0], size // 2)
     votes = torch.from_numpy(np.stack([rng.permutation(halves) for _ in range(300)], 1)).float()
-    compressor, feedback = tw.ScaledSign(), tw.Vote()
+    compressor, feedback = tw.ScaledSign(), tw.feedback.Vote()
     x = torch.zeros(300)
     memory = feedback.memory(300, torch.float32, x.device)
     turn = feedback.turn(memory, x, Desk(Room(), "0", True, False, size))
@@ -714,8 +714,8 @@ def sgd(**options: Any) -> torch.optim.SGD:
 
 def test_momentum_is_taken_and_given_back():
     optimizer = sgd(momentum=0.8, nesterov=True, weight_decay=0.1)
-    feedback = with_momentum(tw.DGC(0.3, clip=2.0), optimizer)
-    assert feedback == tw.DGC(0.8, nesterov=True, clip=2.0)
+    feedback = with_momentum(tw.feedback.DGC(0.3, clip=2.0), optimizer)
+    assert feedback == tw.feedback.DGC(0.8, nesterov=True, clip=2.0)
     undo = take_momentum(optimizer, feedback)
     (group,) = optimizer.param_groups
     assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0, False, 0)
@@ -727,7 +727,7 @@ def test_momentum_is_taken_and_given_back():
 
 def test_momentum_is_given_back_after_a_checkpoint():
     optimizer = sgd(momentum=0.8)
-    undo = take_momentum(optimizer, with_momentum(tw.DGC(), optimizer))
+    undo = take_momentum(optimizer, with_momentum(tw.feedback.DGC(), optimizer))
     optimizer.load_state_dict(optimizer.state_dict())
     undo()
     assert optimizer.param_groups[0]["momentum"] == 0.8
@@ -736,7 +736,7 @@ def test_momentum_is_given_back_after_a_checkpoint():
 def test_momentum_stays_off_when_a_checkpoint_from_before_is_loaded():
     optimizer = sgd(momentum=0.8)
     saved = optimizer.state_dict()
-    take_momentum(optimizer, with_momentum(tw.DGC(), optimizer))
+    take_momentum(optimizer, with_momentum(tw.feedback.DGC(), optimizer))
     optimizer.load_state_dict(saved)
     optimizer.step()  # here at the latest
     assert optimizer.param_groups[0]["momentum"] == 0
@@ -763,10 +763,10 @@ def test_optimizers_without_plain_momentum_are_refused(make):
     optimizer = make()
     before = [dict(group) for group in optimizer.param_groups]
     with pytest.raises(ValueError, match="dgc needs an optimizer with one momentum for all"):
-        with_momentum(tw.DGC(), optimizer)
+        with_momentum(tw.feedback.DGC(), optimizer)
     assert [dict(group) for group in optimizer.param_groups] == before
     with pytest.raises(TypeError, match="optimizer must be a torch"):
-        with_momentum(tw.DGC(), nn.Linear(2, 2))
+        with_momentum(tw.feedback.DGC(), nn.Linear(2, 2))
 
 
 # A group of one rank
@@ -781,7 +781,7 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_dgc_of_one_rank_is_momentum(alone, nesterov):
-    reducer = tw.Reducer("topk:0.01", feedback=tw.DGC(0.75, nesterov=nesterov))
+    reducer = tw.Reducer("topk:0.01", feedback=tw.feedback.DGC(0.75, nesterov=nesterov))
     parameter = nn.Parameter(torch.zeros(50))
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.75, nesterov=nesterov)
     total = torch.zeros(50)
@@ -801,7 +801,7 @@ def test_one_rank_loses_nothing(alone, spec, feedback):
     for step in range(3):
         x = normal(2000, step).view(40, 50)
         reducer.average({"w": x})
-        if reducer.feedback != tw.EF21M():  # which is a moving average
+        if reducer.feedback != tw.feedback.EF21M():  # which is a moving average
             # v - h, and h + that, round numbers below 8 once each.
             assert (x - normal(2000, step).view(40, 50)).abs().max() <= 3 * 2.0**-24 * 8
 
@@ -817,7 +817,7 @@ def test_a_vote_of_one_rank_is_its_sign(alone):
 def test_one_rank_forgets_nothing_when_a_step_is_not_finite(alone, feedback):
     reducer = tw.Reducer("topk:0.5", feedback=feedback)
     reducer.average({"w": normal(8, 1)})
-    parts = dict.fromkeys(tw.parse_feedback(feedback).parts)
+    parts = dict.fromkeys(tw.feedback.parse_feedback(feedback).parts)
     state = reducer.state_dict()
     state["tensors"]["w"] |= {part: normal(8, 7) for part in parts}
     reducer.load_state_dict(state)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.compressors.joint import normal as drawn
-from thinwire.methods.unit import Unit
-from thinwire.policies.named import methods, recipe_of
+from thinwire.methods.recipes import methods, recipe_of
+from thinwire.reducer.unit import Unit
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
@@ -147,7 +147,7 @@ def one_bit(p: np.ndarray, block: int) -> np.ndarray:
     return found
 
 
-def dgc_by_hand(case: Case, settings: tw.DGC) -> Solution:
+def dgc_by_hand(case: Case, settings: tw.feedback.DGC) -> Solution:
     m, ratio = settings.momentum, tw.parse(case.spec).ratio
     u = v = np.zeros((case.size, *case.shape))
     for step in range(STEPS):
@@ -170,7 +170,7 @@ def dgc_by_hand(case: Case, settings: tw.DGC) -> Solution:
         yield sent.mean(0), memories, np.abs(sent).max()
 
 
-def vote_by_hand(case: Case, settings: tw.Vote) -> Solution:
+def vote_by_hand(case: Case, settings: tw.feedback.Vote) -> Solution:
     m, b = np.zeros((case.size, *case.shape)), settings.momentum
     for step in range(STEPS):
         g = np.stack([gradient(case, i, step).numpy() for i in range(case.size)])
@@ -183,7 +183,7 @@ def vote_by_hand(case: Case, settings: tw.Vote) -> Solution:
         )
 
 
-def ef14_by_hand(case: Case, settings: tw.EF14) -> Solution:
+def ef14_by_hand(case: Case, settings: tw.feedback.EF14) -> Solution:
     size, e = case.size, np.zeros((case.size, *case.shape))
     kind = tw.parse(case.spec)
     block = getattr(kind, "block", None)
@@ -212,7 +212,7 @@ def key_of(step: int) -> tw.Key:
     return tw.Key(0, step, zlib.crc32(b"w"))
 
 
-def powersgd_by_hand(case: Case, settings: tw.EF14) -> Solution:
+def powersgd_by_hand(case: Case, settings: tw.feedback.EF14) -> Solution:
     """With Gram-Schmidt: the result depends on the space that P spans, not on its basis."""
     kind = tw.parse(case.spec)
     q = drawn(case.shape[1], kind.rank, key_of(0), torch.float64).numpy()
@@ -233,7 +233,7 @@ def powersgd_by_hand(case: Case, settings: tw.EF14) -> Solution:
         yield result, flat, 100 * condition * np.abs(m).max()
 
 
-def arc_by_hand(case: Case, settings: tw.EF21M) -> Solution:
+def arc_by_hand(case: Case, settings: tw.feedback.EF21M) -> Solution:
     kind, eta = tw.parse(case.spec), settings.eta
     n = int(np.prod(case.shape))
     length = kind.row or (case.shape[1] if len(case.shape) == 2 else 2 * case.shape[-1] ** 2)
@@ -270,7 +270,7 @@ def test_every_step_is_what_the_formulas_say(case):
     """In float64: fewer than 20 + 4 n roundings a step and element (sums of n of them among them),
     of numbers no larger than the solution says."""
     done = sweep(case.size)[case]
-    settings = tw.parse_feedback(case.feedback)
+    settings = tw.feedback.parse_feedback(case.feedback)
     solve = powersgd_by_hand if "powersgd" in case.spec else SOLUTIONS[settings.name]
     roundings, largest = 20 + 4 * int(np.prod(case.shape)), 0.0
     for t, (result, memories, size) in enumerate(solve(case, settings)):
@@ -673,7 +673,7 @@ def on_arc_finds_what_topk_cannot() -> None:
 def on_ef21m_with_arc_keeps_the_mean_of_all_h() -> None:
     size = dist.get_world_size()
     model, wire = wired("arc:0.2,least=100", measure_every=0)
-    assert wire.reducer.feedback == tw.EF21M()
+    assert wire.reducer.feedback == tw.feedback.EF21M()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         train(model, range(step, step + 1), optimizer)
@@ -799,7 +799,7 @@ def on_attach_takes_momentum_and_detach_gives_it_back() -> None:
     optimizer = groups(model, momentum=0.9, nesterov=True, weight_decay=0.1)
     before = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     wire = tw.attach(model, "dgc:0.1", optimizer=optimizer, min_numel=10, timeout=TIMEOUT)
-    assert wire.reducer.feedback == tw.DGC(0.9, nesterov=True)
+    assert wire.reducer.feedback == tw.feedback.DGC(0.9, nesterov=True)
     assert all(g["momentum"] == g["weight_decay"] == 0 for g in optimizer.param_groups)
     train(model, range(2), optimizer)
     wire.detach()
@@ -810,7 +810,7 @@ def on_attach_takes_momentum_and_detach_gives_it_back() -> None:
     assert "momentum_buffer" in optimizer.state[next(model.parameters())]
     tw.check_replicas(model)
     again = tw.attach(model, "dgc:0.1", optimizer=optimizer, min_numel=10, timeout=TIMEOUT)
-    assert again.reducer.feedback == tw.DGC(0.9, nesterov=True)
+    assert again.reducer.feedback == tw.feedback.DGC(0.9, nesterov=True)
 
 
 @law(2)

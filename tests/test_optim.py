@@ -613,7 +613,7 @@ def on_infinity(kind: str) -> bool:
             if dist.get_rank() == 1:
                 assert params[0].grad is not None
                 params[0].grad[0, 0] = torch.inf
-            with pytest.warns(tw.ThinwireWarning, match="NaN or infinity"):
+            with pytest.warns(tw.errors.ThinwireWarning, match="NaN or infinity"):
                 optimizer.step()
             assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
             if errors:
@@ -638,7 +638,7 @@ def on_local_infinity() -> tuple[list[Tensor], int]:
         if step == 17 and dist.get_rank() == 1:
             params[0].grad = torch.full(SHAPES[0], torch.nan)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", tw.ThinwireWarning)
+            warnings.simplefilter("ignore", tw.errors.ThinwireWarning)
             optimizer.step()
     return copies(params), optimizer.stats()["skipped"]
 
@@ -655,7 +655,7 @@ def on_sync() -> bool:
         give(params, dist.get_rank(), step)
         optimizer.step()
     assert not optimizer.synced
-    with pytest.raises(tw.ReplicaError):
+    with pytest.raises(tw.errors.ReplicaError):
         tw.check_replicas(model, timeout=TIMEOUT)
     optimizer.sync()
     assert optimizer.synced
@@ -698,7 +698,7 @@ def on_scaler() -> bool:
             params[0].grad[0] = torch.inf
         scaler.scale(torch.ones(()))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", tw.ThinwireWarning)
+            warnings.simplefilter("ignore", tw.errors.ThinwireWarning)
             scaler.step(optimizer)
         scaler.update()
         if step not in (3, 9):

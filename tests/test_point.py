@@ -432,10 +432,10 @@ class Stage:
     def forward(self, i: int) -> None:
         x, target = self.batches[i]
         if self.rank:
-            x = tw.pipe_recv(
+            x = tw.pipeline.recv(
                 (8, 16),
                 src=self.rank - 1,
-                gradient=self.spec,
+                grad_compressor=self.spec,
                 dtype=self.dtype,
                 **self.options,
             )
@@ -445,7 +445,7 @@ class Stage:
             self.ends[i] = nn.functional.mse_loss(y, target)
             self.losses.append(self.ends[i].item())
         else:
-            self.ends[i] = tw.pipe_send(y, self.spec, dst=self.rank + 1, **self.options)
+            self.ends[i] = tw.pipeline.send(y, self.spec, dst=self.rank + 1, **self.options)
             assert self.ends[i].shape == ()
             assert self.ends[i].item() == 0
 
@@ -518,10 +518,10 @@ def gradient_memory(reduced: str) -> None:
     weights = [normal(200, turn).view(10, 20) for turn in range(turns)]
     for weight in weights:
         if own == 0:
-            tw.pipe_send(x, "none", dst=1, timeout=DEADLOCK).backward()
+            tw.pipeline.send(x, "none", dst=1, timeout=DEADLOCK).backward()
             continue
-        y = tw.pipe_recv(
-            (10, 20), src=0, gradient="topk:0.1", gradient_residual=r, timeout=DEADLOCK
+        y = tw.pipeline.recv(
+            (10, 20), src=0, grad_compressor="topk:0.1", grad_residual=r, timeout=DEADLOCK
         )
         {"product": lambda: (y * weight).sum(), "sum": y.sum}[reduced]().backward()  # noqa: B023
     if own == 1:
@@ -546,11 +546,11 @@ def activation_memory() -> None:
         x = normal(200).view(10, 20).requires_grad_()
         r = torch.zeros(20, 10)
         y = x.exp().t()  # exp keeps its result for the backward pass
-        tw.pipe_send(y, "topk:0.5", dst=1, residual=r, timeout=DEADLOCK).backward()
+        tw.pipeline.send(y, "topk:0.5", dst=1, residual=r, timeout=DEADLOCK).backward()
         assert same(x.grad, w.t() * x.detach().exp())
         assert r.any()
     else:
-        y = tw.pipe_recv((20, 10), src=0, gradient="none", timeout=DEADLOCK)
+        y = tw.pipeline.recv((20, 10), src=0, grad_compressor="none", timeout=DEADLOCK)
         assert int((y == 0).sum()) == 100
         (y * w).sum().backward()
 
@@ -563,10 +563,10 @@ def in_place() -> None:
     """Received activations are an ordinary tensor: operations may work in place on them."""
     if me() == 0:
         x = normal(50).requires_grad_()
-        tw.pipe_send(x, "none", dst=1, timeout=DEADLOCK).backward()
+        tw.pipeline.send(x, "none", dst=1, timeout=DEADLOCK).backward()
         assert same(x.grad, (normal(50) > 0).float())
     else:
-        y = tw.pipe_recv((50,), src=0, gradient="none", timeout=DEADLOCK)
+        y = tw.pipeline.recv((50,), src=0, grad_compressor="none", timeout=DEADLOCK)
         nn.functional.relu(y, inplace=True).sum().backward()
 
 
@@ -578,10 +578,10 @@ def no_gradients() -> None:
     """Without gradients it is send and recv."""
     with torch.no_grad():
         if me() == 0:
-            token = tw.pipe_send(normal(50).requires_grad_(), "none", dst=1)
+            token = tw.pipeline.send(normal(50).requires_grad_(), "none", dst=1)
             assert not token.requires_grad
         else:
-            y = tw.pipe_recv((50,), src=0, gradient="none")
+            y = tw.pipeline.recv((50,), src=0, grad_compressor="none")
             assert same(y, normal(50))
             assert not y.requires_grad
 
@@ -594,11 +594,11 @@ def frozen() -> None:
     """A first stage that needs no gradient: the same program runs, the second stage trains."""
     x = normal(50)
     if me() == 0:
-        tw.pipe_send(x, "none", dst=1, timeout=DEADLOCK).backward()
+        tw.pipeline.send(x, "none", dst=1, timeout=DEADLOCK).backward()
         assert x.grad is None
     else:
         weight = normal(50, 1).requires_grad_()
-        y = tw.pipe_recv((50,), src=0, gradient="none", timeout=DEADLOCK)
+        y = tw.pipeline.recv((50,), src=0, grad_compressor="none", timeout=DEADLOCK)
         (weight * y).sum().backward()
         assert same(weight.grad, x)
 
@@ -610,9 +610,9 @@ def test_a_first_stage_that_needs_no_gradient_lets_the_second_train():
 def pipe_mismatch() -> None:
     if me() == 0:  # at the latest in the backward pass
         x = normal(50).requires_grad_()
-        call = lambda: tw.pipe_send(x, "none", dst=1).backward()  # noqa: E731
+        call = lambda: tw.pipeline.send(x, "none", dst=1).backward()  # noqa: E731
     else:
-        call = lambda: tw.pipe_recv((5, 10), src=0, gradient="none")  # noqa: E731
+        call = lambda: tw.pipeline.recv((5, 10), src=0, grad_compressor="none")  # noqa: E731
     expect(tw.MismatchError, "[50] on rank 0", "[5, 10] on rank 1", call=call)
 
 
@@ -626,10 +626,10 @@ def tensors_of_every_kind() -> None:
         x = content(kind, 70, torch.float32, 3)
         if me() == 0:
             leaf = x.clone().requires_grad_()
-            tw.pipe_send(leaf, "lossless", dst=1).backward()
+            tw.pipeline.send(leaf, "lossless", dst=1).backward()
             assert same(leaf.grad, x)
         else:
-            y = tw.pipe_recv((70,), src=0, gradient="none")
+            y = tw.pipeline.recv((70,), src=0, grad_compressor="none")
             assert same(y.detach(), x)
             y.backward(x)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import thinwire as tw
 from thinwire.policies.base import Chooser, Journal, Measured, Policy, Setting, Target
 from thinwire.policies.ladder import bytes_of, ladder_of
-from thinwire.policies.registry import policies, policy_of
+from thinwire.policies.registry import policy_of
 from thinwire.policies.solve import solve
 
 SPECS = [
@@ -59,16 +59,16 @@ def chosen(spec: Any, steps: int) -> list[str]:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_specs_lead_back_to_their_policy(spec):
-    policy = tw.parse_policy(spec)
-    assert tw.parse_policy(str(policy)) == policy
-    assert str(tw.parse_policy(str(policy))) == str(policy)
+    policy = tw.policies.parse_policy(spec)
+    assert tw.policies.parse_policy(str(policy)) == policy
+    assert str(tw.policies.parse_policy(str(policy))) == str(policy)
     assert hash(policy) is not None
     assert policy.main in policy.compressors
 
 
 def test_every_policy_has_a_name_and_a_line():
-    assert {spec.partition(":")[0] for spec in SPECS} == policies().keys()
-    for name, line in policies().items():
+    assert {spec.partition(":")[0] for spec in SPECS} == tw.list_policies().keys()
+    for name, line in tw.list_policies().items():
         assert line.endswith("."), f"{name}: the first line of the docstring is a sentence"
 
 
@@ -102,7 +102,7 @@ def test_every_policy_has_a_name_and_a_line():
 )  # fmt: skip
 def test_a_wrong_policy_says_what_is_wrong(spec, said):
     with pytest.raises((ValueError, TypeError), match=re.escape(said)):
-        tw.parse_policy(spec)
+        tw.policies.parse_policy(spec)
 
 
 # Schedules.
@@ -119,7 +119,7 @@ def test_schedules_go_by_the_step():
     assert chosen("progressive:4,(topk:0.03)", 6) == [
         *["topk:0.3"] * 2, *["topk:0.1"] * 2, *["topk:0.03"] * 2
     ]  # fmt: skip
-    assert chosen(tw.Progressive(2, "onebit", dense=True), 3) == ["None", "None", "onebit"]
+    assert chosen(tw.policies.Progressive(2, "onebit", dense=True), 3) == ["None", "None", "onebit"]
 
 
 def test_a_ladder_has_rungs_from_light_to_strong():
@@ -146,32 +146,32 @@ def test_rules_go_by_name_kind_and_size(tmp_path):
         Target("head.weight", torch.Size([64, 1000]), kind="linear", last=True),
     ]
     rules = (
-        tw.Rule("dense", most=4096),
-        tw.Rule("topk:0.001", kind="last"),
-        tw.Rule("quantize:4", match="embed*"),
-        tw.Rule("topk:0.1", least=40000),
+        tw.policies.Rule("dense", most=4096),
+        tw.policies.Rule("topk:0.001", kind="last"),
+        tw.policies.Rule("quantize:4", match="embed*"),
+        tw.policies.Rule("topk:0.1", least=40000),
     )
     expected = ["quantize:4", "None", "topk:0.1", "topk:0.001"]
     for name in ("rules.toml", "rules.json"):
-        tw.Layerwise(rules).save(tmp_path / name)
-        for policy in (tw.Layerwise(rules), policy_of(f"layerwise:{tmp_path / name}")):
-            assert isinstance(policy, tw.Layerwise)
+        tw.policies.Layerwise(rules).save(tmp_path / name)
+        for policy in (tw.policies.Layerwise(rules), policy_of(f"layerwise:{tmp_path / name}")):
+            assert isinstance(policy, tw.policies.Layerwise)
             assert policy.rules == rules
             chooser = policy.begin(Setting(tensors, 4, True, Journal()))
             assert [str(chooser.choose(tensor, 1)) for tensor in tensors] == expected
             assert chooser.fixed
             assert any("embed.weight: with quantize:4." in line for line in chooser.explain())
-    default = tw.Layerwise().begin(Setting(tensors, 4, True, Journal()))
+    default = tw.policies.Layerwise().begin(Setting(tensors, 4, True, Journal()))
     assert [str(default.choose(tensor, 1)) for tensor in tensors] == [
         *("topk:0.003|quantize:4", "None", "topk:0.03|quantize:4", "topk:0.003|quantize:4")
     ]
     with pytest.raises(ValueError, match=r"must end in \.toml or \.json"):
-        tw.Layerwise().save(tmp_path / "rules.txt")
+        tw.policies.Layerwise().save(tmp_path / "rules.txt")
     with pytest.raises(ValueError, match="kind must be one of"):
-        tw.Rule("topk:0.1", kind="large")
+        tw.policies.Rule("topk:0.1", kind="large")
     (tmp_path / "bad.toml").write_text("rule = 3")
     with pytest.raises(ValueError, match="cannot read rules"):
-        tw.Layerwise(str(tmp_path / "bad.toml"))
+        tw.policies.Layerwise(str(tmp_path / "bad.toml"))
 
 
 def test_rules_may_hold_policies_of_their_own():
@@ -370,7 +370,7 @@ def told(chooser: Chooser, where: Setting, step: int, *values: float | None) -> 
 
 
 def test_strength_follows_the_metric():
-    chooser, where = begun(tw.Accuracy("topk:0.01", band=1.0, target=[(0, 50), (100, 90)]))
+    chooser, where = begun(tw.policies.Accuracy("topk:0.01", band=1.0, target=[(0, 50), (100, 90)]))
     assert told(chooser, where, 10, None, None) == "topk:0.01"
     assert told(chooser, where, 10, 54.0, 56.0) == "topk:0.003", "the mean is on track: 54 wanted"
     assert told(chooser, where, 50, 69.5, None) == "topk:0.003", "within the band"
@@ -389,7 +389,7 @@ def test_strength_follows_the_metric():
 def test_a_loss_is_better_when_lower_and_a_target_may_be_a_file(tmp_path):
     path = tmp_path / "curve.json"
     path.write_text(json.dumps([[0, 4.0], [100, 2.0]]))
-    policy = tw.Accuracy("topk:0.01", 0.1, str(path), higher=False)
+    policy = tw.policies.Accuracy("topk:0.01", 0.1, str(path), higher=False)
     chooser, where = begun(policy)
     assert told(chooser, where, 50, 2.9) == "topk:0.003"
     assert told(chooser, where, 50, 3.2) == "topk:0.01"
@@ -397,7 +397,7 @@ def test_a_loss_is_better_when_lower_and_a_target_may_be_a_file(tmp_path):
     with pytest.raises(ValueError, match="a curve has rising steps"):
         begun(policy)
     with pytest.raises(ValueError, match=r"target '.*nowhere\.json'"):
-        begun(tw.Accuracy("topk:0.01", 0.1, str(tmp_path / "nowhere.json")))
+        begun(tw.policies.Accuracy("topk:0.01", 0.1, str(tmp_path / "nowhere.json")))
 
 
 def test_without_a_target_the_best_so_far_is_the_target():
@@ -458,7 +458,7 @@ def test_what_is_no_policy_is_refused():
         policy_of(3)  # type: ignore[arg-type]
     assert isinstance(policy_of(tw.TopK(0.1)), Policy)
     with pytest.raises(TypeError, match="a spec is a string"):
-        tw.parse_policy(3)  # type: ignore[arg-type]
+        tw.policies.parse_policy(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,27 @@ residual = torch.zeros_like(gradient)
 payload = compressor.encode(gradient, residual=residual)
 frame = tw.pack(payload)  # bytes to send
 restored = tw.decode(frame)  # on the other side, with nothing else
+
+Names are imported when first used: ``thinwire --help`` does without torch.
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import optim
+    from thinwire import (
+        collectives,
+        compressors,
+        errors,
+        feedback,
+        lab,
+        methods,
+        optim,
+        pipeline,
+        policies,
+        workloads,
+    )
     from thinwire.collectives import (
-        Account,
         Handle,
         all_gather,
         all_reduce,
@@ -25,9 +35,6 @@ if TYPE_CHECKING:
         broadcast,
         irecv,
         isend,
-        pipe_recv,
-        pipe_send,
-        pipe_wait,
         recv,
         reduce_scatter,
         send,
@@ -38,7 +45,6 @@ if TYPE_CHECKING:
         ARCTopK,
         Bernoulli,
         Cast,
-        Chain,
         Compressor,
         Lossless,
         Natural,
@@ -52,102 +58,81 @@ if TYPE_CHECKING:
         Threshold,
         Tiered,
         TopK,
-        compressors,
+        list_compressors,
         parse,
     )
     from thinwire.errors import (
         FrameError,
         MemoryLimitError,
         MismatchError,
-        MissingExtraError,
         PeerError,
-        ReplicaError,
         ThinwireError,
-        ThinwireWarning,
     )
-    from thinwire.feedback import (
-        DGC,
-        EF14,
-        EF21,
-        EF21M,
-        Feedback,
-        NoFeedback,
-        Vote,
-        feedbacks,
-        parse_feedback,
-    )
+    from thinwire.feedback import list_feedbacks
+    from thinwire.frames import Payload, decode, pack, unpack
     from thinwire.kernels import Key
-    from thinwire.methods import Reducer
-    from thinwire.policies import (
-        Accuracy,
-        Auto,
-        Bandwidth,
-        Layerwise,
-        Magnitude,
-        Policy,
-        Progressive,
-        Ramp,
-        Rule,
-        Solve,
-        Warmup,
-        parse_policy,
-    )
+    from thinwire.methods import list_methods
+    from thinwire.parallel import Wire, attach, check_replicas
+    from thinwire.policies import list_policies
+    from thinwire.reducer import Reducer
     from thinwire.telemetry import track
-    from thinwire.training import Wire, attach, check_replicas
-    from thinwire.wire import Payload, decode, pack, unpack
 
 __version__ = "0.1.0"
 
+# Where each name lives. What most users type; the rest is in the submodules.
+_NAMES = {
+    "collectives": (
+        *("Handle", "all_gather", "all_reduce", "all_reduce_coalesced", "broadcast"),
+        *("irecv", "isend", "recv", "reduce_scatter", "send", "wait_all"),
+    ),
+    "compressors": (
+        *("QSGD", "ARCTopK", "Bernoulli", "Cast", "Compressor", "Lossless", "Natural"),
+        *("NoCompression", "OneBit", "PowerSGD", "Quantize", "RandomK", "ScaledSign"),
+        *("TernGrad", "Threshold", "Tiered", "TopK", "list_compressors", "parse"),
+    ),
+    "errors": ("FrameError", "MemoryLimitError", "MismatchError", "PeerError", "ThinwireError"),
+    "feedback": ("list_feedbacks",),
+    "frames": ("Payload", "decode", "pack", "unpack"),
+    "kernels": ("Key",),
+    "methods": ("list_methods",),
+    "parallel": ("Wire", "attach", "check_replicas"),
+    "policies": ("list_policies",),
+    "reducer": ("Reducer",),
+    "telemetry": ("track",),
+}
+_ROOM_OF = {name: room for room, names in _NAMES.items() for name in names}
+_SUBMODULES = (
+    *("collectives", "compressors", "errors", "feedback", "lab", "methods", "optim"),
+    *("pipeline", "policies", "workloads"),
+)
+
 __all__ = [
-    "DGC",
-    "EF14",
-    "EF21",
-    "EF21M",
     "QSGD",
     "ARCTopK",
-    "Account",
-    "Accuracy",
-    "Auto",
-    "Bandwidth",
     "Bernoulli",
     "Cast",
-    "Chain",
     "Compressor",
-    "Feedback",
     "FrameError",
     "Handle",
     "Key",
-    "Layerwise",
     "Lossless",
-    "Magnitude",
     "MemoryLimitError",
     "MismatchError",
-    "MissingExtraError",
     "Natural",
     "NoCompression",
-    "NoFeedback",
     "OneBit",
     "Payload",
     "PeerError",
-    "Policy",
     "PowerSGD",
-    "Progressive",
     "Quantize",
-    "Ramp",
     "RandomK",
     "Reducer",
-    "ReplicaError",
-    "Rule",
     "ScaledSign",
-    "Solve",
     "TernGrad",
     "ThinwireError",
-    "ThinwireWarning",
     "Threshold",
     "Tiered",
     "TopK",
-    "Vote",
-    "Warmup",
     "Wire",
     "__version__",
     "all_gather",
@@ -156,70 +141,43 @@ __all__ = [
     "attach",
     "broadcast",
     "check_replicas",
+    "collectives",
     "compressors",
     "decode",
-    "feedbacks",
+    "errors",
+    "feedback",
     "irecv",
     "isend",
+    "lab",
+    "list_compressors",
+    "list_feedbacks",
+    "list_methods",
+    "list_policies",
+    "methods",
     "optim",
     "pack",
     "parse",
-    "parse_feedback",
-    "parse_policy",
-    "pipe_recv",
-    "pipe_send",
-    "pipe_wait",
+    "pipeline",
+    "policies",
     "recv",
     "reduce_scatter",
     "send",
     "track",
     "unpack",
     "wait_all",
+    "workloads",
 ]
 
-_ROOMS = (
-    "errors",
-    "telemetry",
-    "kernels",
-    "wire",
-    "compressors",
-    "collectives",
-    "feedback",
-    "methods",
-    "policies",
-    "training",
-)
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"thinwire.{name}")
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"thinwire.{_ROOM_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
 
-class _Face(ModuleType):
-    """Loads torch with the first name that needs it, so that ``thinwire --help`` is quick."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
-        if name == "optim":  # a room that keeps its names to itself
-            return importlib.import_module("thinwire.optim")
-        for room in _ROOMS:
-            module = importlib.import_module(f"thinwire.{room}")
-            found = {key: getattr(module, key) for key in __all__ if hasattr(module, key)}
-            vars(self).update({key: value for key, value in found.items() if key != "compressors"})
-            if name in found:
-                break
-        return vars(self)[name]
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
-
-    @property
-    def compressors(self) -> Any:
-        """The function; the room of the same name is reached by importing it."""
-        from thinwire.compressors.registry import compressors
-
-        return compressors
-
-    @compressors.setter
-    def compressors(self, room: ModuleType) -> None:
-        """Importing the room would otherwise put it in the function's place."""
-
-
-sys.modules[__name__].__class__ = _Face
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -56,7 +56,7 @@ class Ended(Protocol):
 
 
 class Named(Protocol):
-    """Tensors that travelled together; see `thinwire.methods.unit.Unit`."""
+    """Tensors that travelled together; see `thinwire.reducer.unit.Unit`."""
 
     names: tuple[str, ...]
     pieces: Any

@@ -15,8 +15,8 @@ from thinwire.bench.fidelity import Fidelity, compare
 from thinwire.bench.result import Row, Timing
 from thinwire.bench.settings import SettingError
 from thinwire.compressors import Compressor
+from thinwire.frames import Payload
 from thinwire.kernels import Key
-from thinwire.wire import Payload
 
 T = TypeVar("T")
 WARM_UP = 1 << 16  # elements a thread: from there on the kernels use all threads

@@ -29,10 +29,10 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from thinwire.compressors.registry import BY_NAME, JOINT, compressors
-    from thinwire.compressors.spec import usage
+    from thinwire.compressors.registry import BY_NAME, JOINT, list_compressors
+    from thinwire.spec import usage
 
     kinds = {**BY_NAME, **JOINT}
-    found = [(name, usage(kinds[name]), line) for name, line in compressors().items()]
+    found = [(name, usage(kinds[name]), line) for name, line in list_compressors().items()]
     titles = ("name", "spec, with defaults", "what it sends")
     return show(found, ("name", "usage", "description"), titles, arguments.json)

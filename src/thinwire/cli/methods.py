@@ -31,7 +31,7 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from thinwire.policies.named import methods
+    from thinwire.methods.recipes import methods
 
     titles = ("spec, with defaults", "compressor + feedback, collective", "what it does")
     rows = [*methods(), *_optimizers()]

@@ -1,7 +1,6 @@
 """Collectives on compressed tensors, over any torch.distributed process group."""
 
 from thinwire.collectives.handle import Account, Handle, wait_all
-from thinwire.collectives.pipeline import pipe_recv, pipe_send, pipe_wait
 from thinwire.collectives.point import irecv, isend, recv, send
 from thinwire.collectives.reduce import all_reduce, all_reduce_coalesced
 from thinwire.collectives.scatter import reduce_scatter
@@ -16,9 +15,6 @@ __all__ = [
     "broadcast",
     "irecv",
     "isend",
-    "pipe_recv",
-    "pipe_send",
-    "pipe_wait",
     "recv",
     "reduce_scatter",
     "send",

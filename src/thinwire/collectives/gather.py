@@ -20,8 +20,8 @@ from thinwire.collectives.memory import rounds_for
 from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.talk import Said, Talk
 from thinwire.collectives.work import Part, Work, share
-from thinwire.wire import Payload
-from thinwire.wire.payload import add_all
+from thinwire.frames import Payload
+from thinwire.frames.payload import add_all
 
 
 class _Ready(NamedTuple):

@@ -35,7 +35,7 @@ from thinwire.collectives.work import Part, Work, share
 from thinwire.compressors.base import narrow
 from thinwire.compressors.sparsifier import Selection, encode_selection, raw_values
 from thinwire.errors import MismatchError, PeerError
-from thinwire.wire import Payload
+from thinwire.frames import Payload
 
 FEW = 4  # one in so many elements: below that, single elements are the shorter form
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from thinwire.collectives.work import Part, Work
 from thinwire.compressors import Compressor, Joint
 from thinwire.errors import MemoryLimitError
+from thinwire.frames import Payload, pack, unpack
 from thinwire.kernels import Key
-from thinwire.wire import Payload, pack, unpack
 
 SAMPLE = 1 << 16
 CANDIDATE = 8  # bytes of an element that may be chosen: position and value

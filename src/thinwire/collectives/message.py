@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import FrameError
-from thinwire.wire import Payload, pack, unpack
-from thinwire.wire.code import Extent
+from thinwire.frames import Payload, pack, unpack
+from thinwire.frames.code import Extent
 
 ALIGNMENT = 64
 

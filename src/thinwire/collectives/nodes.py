@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from thinwire.collectives.start import compressor_of
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, compressor_of
 
 VARIABLE = "LOCAL_WORLD_SIZE"
 FEEDBACKS = ("ef14", "none")

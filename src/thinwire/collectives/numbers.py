@@ -33,9 +33,11 @@ def gather_numbers(
     rows: list[list[float]] = []
     handle = Handle(None, f"exchange of {what}")
     if session.size == 1:
-        failed = isinstance(numbers, Exception)
-        rows.append([] if failed else [float(number) for number in numbers])
-        handle.end(numbers if failed else None)
+        if isinstance(numbers, Exception):
+            handle.end(numbers)
+        else:
+            rows.append([float(number) for number in numbers])
+            handle.end()
         return handle, rows
     call = Call("numbers", (("numbers", what),))
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from thinwire.collectives.channel import place_of, process_group
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.message import bundle
-from thinwire.collectives.start import Group, Session, Timeout, compressor_of, describe, span_of
+from thinwire.collectives.start import Group, Session, Timeout, describe, span_of
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.work import Work
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, compressor_of
 from thinwire.errors import FrameError
+from thinwire.frames import unpack
 from thinwire.kernels import Key
-from thinwire.wire import unpack
 
 SENDER, RECEIVER = 0, 1
 

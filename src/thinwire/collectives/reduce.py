@@ -20,7 +20,6 @@ from thinwire.collectives.start import (
     Group,
     Session,
     Timeout,
-    compressor_of,
     describe_all,
     describe_key,
     describe_residuals,
@@ -28,7 +27,7 @@ from thinwire.collectives.start import (
 )
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.work import Work
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, compressor_of
 from thinwire.kernels import Key
 
 log = logging.getLogger("thinwire")

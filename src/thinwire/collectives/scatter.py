@@ -13,7 +13,6 @@ from thinwire.collectives.start import (
     Group,
     Session,
     Timeout,
-    compressor_of,
     describe_all,
     describe_key,
     describe_residuals,
@@ -22,7 +21,7 @@ from thinwire.collectives.start import (
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.twoshot import settle_shards, sum_shards, swap_shards
 from thinwire.collectives.work import Part, Work, share
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, compressor_of
 from thinwire.kernels import Key
 
 

@@ -24,10 +24,10 @@ from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.talk import Talk
 from thinwire.collectives.work import Part, Work
 from thinwire.compressors.base import add_narrower
+from thinwire.frames import Payload
+from thinwire.frames.code import Extent
+from thinwire.frames.payload import add_all
 from thinwire.kernels import Key
-from thinwire.wire import Payload
-from thinwire.wire.code import Extent
-from thinwire.wire.payload import add_all
 
 Chosen = tuple[Tensor, Tensor]  # ascending positions, their values
 

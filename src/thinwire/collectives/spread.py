@@ -8,20 +8,12 @@ from thinwire.collectives.channel import place_of
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import guard, limit_of
 from thinwire.collectives.message import bundle, unbundle
-from thinwire.collectives.start import (
-    Group,
-    Session,
-    Timeout,
-    compressor_of,
-    describe,
-    describe_all,
-    span_of,
-)
+from thinwire.collectives.start import Group, Session, Timeout, describe, describe_all, span_of
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.work import Work
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, compressor_of
+from thinwire.frames.code import Extent
 from thinwire.kernels import Key
-from thinwire.wire.code import Extent
 
 
 def all_gather(

@@ -12,7 +12,7 @@ from thinwire.collectives.channel import Channel, channel_of, process_group
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.link import Link
 from thinwire.collectives.talk import Call, Talk
-from thinwire.compressors import Compressor, parse
+from thinwire.compressors import Compressor
 from thinwire.kernels import Key
 
 Group = Any  # torch.distributed.ProcessGroup, or None for the default one
@@ -95,17 +95,6 @@ def span_of(timeout: Timeout) -> timedelta | None:
     if not number or not 0 < seconds < LONGEST:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     return timedelta(seconds=seconds)
-
-
-def compressor_of(compressor: Compressor | str) -> Compressor:
-    """A compressor, or what a spec string describes."""
-    if isinstance(compressor, Compressor):
-        return compressor
-    if isinstance(compressor, str):
-        return parse(compressor)
-    raise TypeError(
-        f"expected a compressor or a spec such as 'topk:0.01', got {type(compressor).__name__}"
-    )
 
 
 def describe(tensor: Tensor) -> str:

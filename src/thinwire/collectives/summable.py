@@ -20,8 +20,8 @@ from torch import Tensor
 
 from thinwire.collectives.talk import Talk
 from thinwire.collectives.work import Work
-from thinwire.wire import Payload
-from thinwire.wire.code import Start
+from thinwire.frames import Payload
+from thinwire.frames.code import Start
 
 
 def summable(talk: Talk, work: Work, op: Any = dist.ReduceOp.SUM) -> None:

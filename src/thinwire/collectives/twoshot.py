@@ -21,8 +21,8 @@ from thinwire.collectives.memory import check_real
 from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.talk import Talk
 from thinwire.collectives.work import Part, Work, share
-from thinwire.wire import Payload
-from thinwire.wire.payload import add_all
+from thinwire.frames import Payload
+from thinwire.frames.payload import add_all
 
 
 def twoshot(talk: Talk, work: Work) -> None:

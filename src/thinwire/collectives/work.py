@@ -9,10 +9,10 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors import Compressor
+from thinwire.frames import Payload
+from thinwire.frames.code import Extent
+from thinwire.frames.payload import flat_view
 from thinwire.kernels import Key
-from thinwire.wire import Payload
-from thinwire.wire.code import Extent
-from thinwire.wire.payload import flat_view
 
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 

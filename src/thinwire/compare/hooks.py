@@ -11,12 +11,12 @@ from torch.optim import AdamW, Optimizer
 
 from thinwire.compare.method import OPTIMIZERS, Method
 from thinwire.compressors import Joint
+from thinwire.frames import decode, pack
 from thinwire.kernels import Key
 from thinwire.optim.base import Talking
+from thinwire.parallel.ddp import attach
+from thinwire.parallel.wire import Wire
 from thinwire.policies.registry import policy_of
-from thinwire.training.ddp import attach
-from thinwire.training.wire import Wire
-from thinwire.wire import decode, pack
 
 _POWERSGD_START = 2  # the step from which it compresses, the least that it takes (default 1000)
 _HOOKS = {

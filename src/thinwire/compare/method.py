@@ -62,7 +62,7 @@ def split(text: str) -> list[str]:
     >>> split("none, quantize:4,stochastic=true, warmup:5,(topk:0.01)+ef14")
     ['none', 'quantize:4,stochastic=true', 'warmup:5,(topk:0.01)+ef14']
     """
-    from thinwire.compressors.spec import split as split_at
+    from thinwire.spec import split as split_at
 
     try:
         if ";" in text:
@@ -89,7 +89,7 @@ def read(text: str) -> Method:
         return Method(name, OPTIMIZERS[name][1], "optimizer", str(ONE_BIT))
     if name.startswith("torch:"):
         return _powersgd(name)
-    from thinwire.policies.named import recipe_of
+    from thinwire.methods.recipes import recipe_of
 
     try:
         recipe = recipe_of(name)

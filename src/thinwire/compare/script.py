@@ -63,8 +63,8 @@ class _Visit:
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
-        import thinwire.training
-        import thinwire.training.ddp
+        import thinwire.parallel
+        import thinwire.parallel.ddp
         from thinwire.compare.hooks import ddp_options, warm_up
         from thinwire.telemetry import listen
 
@@ -72,7 +72,7 @@ class _Visit:
         ddp: Any = DistributedDataParallel
         tensors: Any = torch.Tensor
         original_init, original_backward = ddp.__init__, tensors.backward
-        self._attach = thinwire.training.ddp.attach
+        self._attach = thinwire.parallel.ddp.attach
 
         def init(model: Any, *args: Any, **options: Any) -> None:
             original_init(model, *args, **{**options, **ddp_options(self._method)})
@@ -84,13 +84,13 @@ class _Visit:
             self._end_pass(tensor)
 
         ddp.__init__, tensors.backward = init, backward
-        for module in ("thinwire", "thinwire.training", "thinwire.training.ddp"):
+        for module in ("thinwire", "thinwire.parallel", "thinwire.parallel.ddp"):
             setattr(sys.modules[module], "attach", self._attached)  # noqa: B010, for mypy
         listen(self._tracked)
 
     def _made(self, model: Any) -> None:
         from thinwire.compare.hooks import equip
-        from thinwire.training.ddp import SOCKET, Socket
+        from thinwire.parallel.ddp import SOCKET, Socket
 
         self._models.append(model)
         self._meter.watch(model)
@@ -103,7 +103,7 @@ class _Visit:
             setattr(model, SOCKET, Socket(model.process_group))
 
     def _attached(self, model: Any, compressor: Any, **options: Any) -> Any:
-        from thinwire.training.names import unwrapped
+        from thinwire.parallel.names import unwrapped
 
         ddp = unwrapped(model)
         if self._method.kind == "thinwire":

@@ -13,8 +13,8 @@ from thinwire.compare.hooks import ddp_options, equip, optimizer_of, stats_of, w
 from thinwire.compare.meter import Meter
 from thinwire.compare.method import Method
 from thinwire.optim.base import Talking
-from thinwire.training.replicas import check_replicas
-from thinwire.training.wire import Wire
+from thinwire.parallel.replicas import check_replicas
+from thinwire.parallel.wire import Wire
 from thinwire.workloads import Workload
 
 PROBE_STEPS = 5  # that tell how many steps there is time for

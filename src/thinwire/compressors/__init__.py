@@ -14,7 +14,7 @@ from thinwire.compressors.powersgd import PowerSGD
 from thinwire.compressors.qsgd import QSGD
 from thinwire.compressors.quantize import Quantize
 from thinwire.compressors.randomk import RandomK
-from thinwire.compressors.registry import compressors, parse
+from thinwire.compressors.registry import compressor_of, list_compressors, parse
 from thinwire.compressors.scaledsign import ScaledSign
 from thinwire.compressors.terngrad import TernGrad
 from thinwire.compressors.threshold import Threshold
@@ -41,6 +41,7 @@ __all__ = [
     "Threshold",
     "Tiered",
     "TopK",
-    "compressors",
+    "compressor_of",
+    "list_compressors",
     "parse",
 ]

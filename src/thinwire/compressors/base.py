@@ -20,14 +20,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors.spec import spec_of
 from thinwire.errors import ThinwireWarning
+from thinwire.frames.code import Code, Extent, Start
+from thinwire.frames.codes import NonFinite, Raw
+from thinwire.frames.codes.raw import PIECE
+from thinwire.frames.header import DTYPES
+from thinwire.frames.payload import Payload, add_all, flat_view, flattened
 from thinwire.kernels import Key
-from thinwire.wire.code import Code, Extent, Start
-from thinwire.wire.codes import NonFinite, Raw
-from thinwire.wire.codes.raw import PIECE
-from thinwire.wire.header import DTYPES
-from thinwire.wire.payload import Payload, add_all, flat_view, flattened
+from thinwire.spec import spec_of
 
 DEFAULT_KEY = Key()
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -7,11 +7,11 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compressors import check
 from thinwire.compressors.base import Compressor, Encoded, Request
-from thinwire.wire.code import Extent
-from thinwire.wire.codes import Narrow, Scaled8
-from thinwire.wire.codes.raw import PIECE
-from thinwire.wire.codes.scaled8 import scale_blocks
-from thinwire.wire.codes.uniform import fit
+from thinwire.frames.code import Extent
+from thinwire.frames.codes import Narrow, Scaled8
+from thinwire.frames.codes.raw import PIECE
+from thinwire.frames.codes.scaled8 import scale_blocks
+from thinwire.frames.codes.uniform import fit
 
 _KINDS = {"fp16": (1, torch.float16), "bf16": (2, torch.bfloat16)}
 _FP8_TOP = 448.0

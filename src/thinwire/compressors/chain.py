@@ -10,8 +10,8 @@ from thinwire.compressors.base import Compressor, Encoded, Request
 from thinwire.compressors.lossless import Lossless
 from thinwire.compressors.sparsifier import Selection, Sparsifier, encode_selection, raw_values
 from thinwire.compressors.tiered import Tiered
+from thinwire.frames.code import Extent
 from thinwire.kernels import Key
-from thinwire.wire.code import Extent
 
 MOST_STAGES = 4
 

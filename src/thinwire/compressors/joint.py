@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors.base import Compressor, Encoded, Request
+from thinwire.frames import Payload
 from thinwire.kernels import Key
-from thinwire.wire import Payload
 
 
 class Seen(NamedTuple):

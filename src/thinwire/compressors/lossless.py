@@ -6,9 +6,9 @@ from torch import Tensor
 from thinwire.compressors import check
 from thinwire.compressors.base import Compressor, Encoded, Request
 from thinwire.compressors.none import NoCompression
-from thinwire.wire.code import Extent
-from thinwire.wire.coders import CODERS, shrink
-from thinwire.wire.codes import Zipped
+from thinwire.frames.code import Extent
+from thinwire.frames.coders import CODERS, shrink
+from thinwire.frames.codes import Zipped
 
 
 @dataclass(frozen=True)

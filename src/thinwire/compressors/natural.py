@@ -7,8 +7,8 @@ import torch
 from thinwire import kernels
 from thinwire.compressors.base import Compressor, Encoded, Request
 from thinwire.compressors.uniform import is_tiny, peak_of
-from thinwire.wire.codes import Powers
-from thinwire.wire.codes.powers import BIAS
+from thinwire.frames.codes import Powers
+from thinwire.frames.codes.powers import BIAS
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors.base import Compressor, Encoded, Request, narrow
-from thinwire.wire.codes import Raw
+from thinwire.frames.codes import Raw
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from typing import ClassVar
 from thinwire import kernels
 from thinwire.compressors import check
 from thinwire.compressors.base import Compressor, Encoded, Request, cut
-from thinwire.wire.codes import Pairs
-from thinwire.wire.codes.uniform import fit
+from thinwire.frames.codes import Pairs
+from thinwire.frames.codes.uniform import fit
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from thinwire import kernels
 from thinwire.compressors import check
 from thinwire.compressors.base import Compressor, Encoded, Request
 from thinwire.compressors.uniform import encode_uniform, is_tiny, peak_of
-from thinwire.wire.codes import Affine
-from thinwire.wire.codes.uniform import fit
+from thinwire.frames.codes import Affine
+from thinwire.frames.codes.uniform import fit
 
 
 @dataclass(frozen=True)

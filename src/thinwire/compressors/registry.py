@@ -17,11 +17,11 @@ from thinwire.compressors.qsgd import QSGD
 from thinwire.compressors.quantize import Quantize
 from thinwire.compressors.randomk import RandomK
 from thinwire.compressors.scaledsign import ScaledSign
-from thinwire.compressors.spec import build, read_value, split
 from thinwire.compressors.terngrad import TernGrad
 from thinwire.compressors.threshold import Threshold
 from thinwire.compressors.tiered import Tiered
 from thinwire.compressors.topk import TopK
+from thinwire.spec import build, read_value, split
 
 _ALL: tuple[type[Compressor], ...] = (
     NoCompression,
@@ -44,7 +44,7 @@ BY_NAME: dict[str, type[Compressor]] = {kind.name: kind for kind in _ALL}
 JOINT: dict[str, type[Joint]] = {kind.name: kind for kind in _JOINT}
 
 
-def compressors() -> dict[str, str]:
+def list_compressors() -> dict[str, str]:
     """Every compressor's name in spec strings, with one line on what it sends."""
     kinds = {**BY_NAME, **JOINT}
     return {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in kinds.items()}
@@ -67,3 +67,14 @@ def parse(spec: str) -> Compressor:
 
 def _value(text: str) -> Any:
     return parse(text[1:-1]) if text.startswith("(") and text.endswith(")") else read_value(text)
+
+
+def compressor_of(compressor: Compressor | str) -> Compressor:
+    """A compressor, or what a spec string describes."""
+    if isinstance(compressor, Compressor):
+        return compressor
+    if isinstance(compressor, str):
+        return parse(compressor)
+    raise TypeError(
+        f"expected a compressor or a spec such as 'topk:0.01', got {type(compressor).__name__}"
+    )

@@ -5,7 +5,7 @@ from typing import ClassVar
 from thinwire import kernels
 from thinwire.compressors import check
 from thinwire.compressors.base import Compressor, Encoded, Request, cut
-from thinwire.wire.codes import Pairs
+from thinwire.frames.codes import Pairs
 
 SMALLEST = 1e-300  # means below it have no reciprocal worth using
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from thinwire.compressors.base import Compressor, Encoded, Request, narrow
+from thinwire.frames.code import Code, Extent
+from thinwire.frames.codes import Raw, Seeded, Sparse
+from thinwire.frames.codes.sparse import write_positions
 from thinwire.kernels import Key
-from thinwire.wire.code import Code, Extent
-from thinwire.wire.codes import Raw, Seeded, Sparse
-from thinwire.wire.codes.sparse import write_positions
 
 
 class Selection(NamedTuple):

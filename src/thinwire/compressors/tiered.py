@@ -9,9 +9,9 @@ from thinwire.compressors.base import Compressor, Encoded, Request
 from thinwire.compressors.cast import Cast
 from thinwire.compressors.quantize import Quantize
 from thinwire.compressors.sparsifier import kept
-from thinwire.wire.code import Extent
-from thinwire.wire.codes import Overlay, Sparse
-from thinwire.wire.codes.sparse import write_positions
+from thinwire.frames.code import Extent
+from thinwire.frames.codes import Overlay, Sparse
+from thinwire.frames.codes.sparse import write_positions
 
 
 @dataclass(frozen=True)

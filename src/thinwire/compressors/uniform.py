@@ -4,9 +4,9 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors.base import Encoded, Request
+from thinwire.frames.codes import Elias, Uniform
+from thinwire.frames.codes.uniform import fit
 from thinwire.kernels import Key
-from thinwire.wire.codes import Elias, Uniform
-from thinwire.wire.codes.uniform import fit
 
 TRITS = 0
 TINY = {4: 2.0**-118, 8: 2.0**-800}  # by the bytes of an element: below it, levels are all zero

@@ -21,8 +21,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors.spec import spec_of
 from thinwire.feedback.vector import STORAGES, Room, Vector
+from thinwire.spec import spec_of
 
 Memory = Mapping[str, Vector]
 

@@ -22,7 +22,7 @@ class EF14(Remembering):
 
     Example:
         >>> import thinwire as tw
-        >>> str(tw.EF14(storage="int8", reset=1024))
+        >>> str(tw.feedback.EF14(storage="int8", reset=1024))
         'ef14:storage=int8,reset=1024'
 
     Reference: Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel

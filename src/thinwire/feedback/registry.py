@@ -1,19 +1,19 @@
 """All feedbacks by name. A new one is one line in `_ALL`."""
 
 from thinwire.compressors import Compressor, Joint
-from thinwire.compressors.spec import build
 from thinwire.feedback.base import Feedback
 from thinwire.feedback.dgc import DGC
 from thinwire.feedback.ef14 import EF14
 from thinwire.feedback.ef21 import EF21, EF21M
 from thinwire.feedback.none import NoFeedback
 from thinwire.feedback.vote import Vote
+from thinwire.spec import build
 
 _ALL: tuple[type[Feedback], ...] = (NoFeedback, EF14, EF21, EF21M, DGC, Vote)
 BY_NAME: dict[str, type[Feedback]] = {kind.name: kind for kind in _ALL}
 
 
-def feedbacks() -> dict[str, str]:
+def list_feedbacks() -> dict[str, str]:
     """Every feedback's name in spec strings, with one line on what it does."""
     return {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in BY_NAME.items()}
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors import Quantize
-from thinwire.wire import Payload
+from thinwire.frames import Payload
 
 STORAGES = ("fp32", "bf16", "int8", "host")
 _EIGHT_BITS = Quantize(8)

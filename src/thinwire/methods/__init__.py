@@ -1,5 +1,5 @@
-"""Ways to average named tensors over a group, with what each has to remember."""
+"""What papers have a name for: recipes of compressor, feedback and collective."""
 
-from thinwire.methods.reducer import Reducer
+from thinwire.methods.recipes import Recipe, list_methods, recipe_of
 
-__all__ = ["Reducer"]
+__all__ = ["Recipe", "list_methods", "recipe_of"]

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from thinwire.collectives.choose import suits
 from thinwire.collectives.memory import limit_of
 from thinwire.collectives.reduce import start
-from thinwire.collectives.start import Group, Timeout, compressor_of, span_of
-from thinwire.compressors import Compressor, NoCompression, ScaledSign
+from thinwire.collectives.start import Group, Timeout, span_of
+from thinwire.compressors import Compressor, NoCompression, ScaledSign, compressor_of
 from thinwire.errors import ThinwireWarning
 from thinwire.kernels import Key
 from thinwire.optim import check

@@ -6,7 +6,7 @@ from thinwire.policies.bandwidth import Bandwidth
 from thinwire.policies.base import Policy
 from thinwire.policies.layerwise import Layerwise, Rule
 from thinwire.policies.magnitude import Magnitude
-from thinwire.policies.registry import parse_policy, policies
+from thinwire.policies.registry import list_policies, parse_policy
 from thinwire.policies.schedule import Progressive, Ramp, Warmup
 from thinwire.policies.solve import Solve
 
@@ -22,6 +22,6 @@ __all__ = [
     "Rule",
     "Solve",
     "Warmup",
+    "list_policies",
     "parse_policy",
-    "policies",
 ]

@@ -31,7 +31,7 @@ class Accuracy(Policy):
 
     Example:
         >>> import thinwire as tw
-        >>> str(tw.Accuracy("topk:0.01", band=0.5, target=92.0))
+        >>> str(tw.policies.Accuracy("topk:0.01", band=0.5, target=92.0))
         'accuracy:(topk:0.01),0.5,92.0'
     """
 

@@ -24,7 +24,7 @@ class Auto(Policy):
 
     Example:
         >>> import thinwire as tw
-        >>> str(tw.Auto(warmup=100))
+        >>> str(tw.policies.Auto(warmup=100))
         'auto:100'
     """
 

@@ -38,7 +38,7 @@ class Bandwidth(Policy):
 
     Example:
         >>> import thinwire as tw
-        >>> str(tw.Bandwidth("topk:0.001|quantize:4"))
+        >>> str(tw.policies.Bandwidth("topk:0.001|quantize:4"))
         'bandwidth:(topk:0.001|quantize:4)'
     """
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors import Compressor
-from thinwire.compressors.spec import spec_of
+from thinwire.spec import spec_of
 
 log = logging.getLogger("thinwire")
 Choice = Compressor | None  # None: as it is

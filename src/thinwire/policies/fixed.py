@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thinwire.collectives.start import compressor_of
-from thinwire.compressors import Compressor, NoCompression
+from thinwire.compressors import Compressor, NoCompression, compressor_of
 from thinwire.policies.base import Choice, Chooser, Policy, Setting, Target
 
 

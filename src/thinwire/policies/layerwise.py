@@ -79,7 +79,7 @@ class Layerwise(Policy):
 
     Example:
         >>> import thinwire as tw
-        >>> policy = tw.Layerwise({"embed*": "topk:0.001", "*.weight": "quantize:4"})
+        >>> policy = tw.policies.Layerwise({"embed*": "topk:0.001", "*.weight": "quantize:4"})
         >>> str(policy)
         'layerwise:(embed*=topk:0.001; *.weight=quantize:4)'
     """

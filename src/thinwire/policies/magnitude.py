@@ -34,7 +34,7 @@ class Magnitude(Policy):
 
     Example:
         >>> import thinwire as tw
-        >>> str(tw.Magnitude(0.05, small="quantize:2"))
+        >>> str(tw.policies.Magnitude(0.05, small="quantize:2"))
         'magnitude:0.05,small=(quantize:2)'
     """
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from thinwire.compressors import Compressor, parse
-from thinwire.compressors.spec import build, read_value, usage
 from thinwire.policies.accuracy import Accuracy
 from thinwire.policies.auto import Auto
 from thinwire.policies.bandwidth import Bandwidth
@@ -13,6 +12,7 @@ from thinwire.policies.layerwise import Layerwise
 from thinwire.policies.magnitude import Magnitude
 from thinwire.policies.schedule import Progressive, Ramp, Warmup
 from thinwire.policies.solve import Solve
+from thinwire.spec import build, read_value, usage
 
 _ALL: tuple[type[Policy], ...] = (
     *(Warmup, Ramp, Progressive, Layerwise, Solve, Magnitude, Bandwidth, Accuracy, Auto),
@@ -20,7 +20,7 @@ _ALL: tuple[type[Policy], ...] = (
 BY_NAME: dict[str, type[Policy]] = {kind.name: kind for kind in _ALL}
 
 
-def policies() -> dict[str, str]:
+def list_policies() -> dict[str, str]:
     """Every policy's name in spec strings, with one line on what it does."""
     return {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in BY_NAME.items()}
 
@@ -28,7 +28,7 @@ def policies() -> dict[str, str]:
 def usages() -> list[tuple[str, str]]:
     """Every policy's spec with its arguments, and a line on it; for `thinwire policies`."""
     rules = {"layerwise": "layerwise:(PATTERN=SPEC; ...)"}
-    lines = policies()
+    lines = list_policies()
     return [(rules.get(kind.name) or usage(kind), lines[kind.name]) for kind in _ALL]
 
 

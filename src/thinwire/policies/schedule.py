@@ -23,7 +23,7 @@ class Warmup(Policy):
 
     Example:
         >>> import thinwire as tw
-        >>> str(tw.Warmup(500, "topk:0.01"))
+        >>> str(tw.policies.Warmup(500, "topk:0.01"))
         'warmup:500,(topk:0.01)'
     """
 
@@ -85,7 +85,7 @@ class Ramp(Policy):
 
     Example:
         >>> import thinwire as tw
-        >>> chooser = tw.Ramp(8, "topk:0.01", shape="dgc")
+        >>> chooser = tw.policies.Ramp(8, "topk:0.01", shape="dgc")
         >>> str(chooser)
         'ramp:8,(topk:0.01),shape=dgc'
     """
@@ -146,7 +146,7 @@ class Progressive(Policy):
 
     Example:
         >>> import thinwire as tw
-        >>> str(tw.Progressive(10000, "topk:0.001"))
+        >>> str(tw.policies.Progressive(10000, "topk:0.001"))
         'progressive:10000,(topk:0.001)'
     """
 

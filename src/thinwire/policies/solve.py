@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.compressors import Compressor, Joint, parse
-from thinwire.compressors.spec import split
 from thinwire.kernels import Key
 from thinwire.policies import check
 from thinwire.policies.base import Choice, Chooser, Measured, Policy, Setting, Target
 from thinwire.policies.ladder import knob, near
 from thinwire.policies.layerwise import by_choice
+from thinwire.spec import split
 
 GRAIN = 2000  # parts that the error budget is divided in
 FIRST = 3  # steps before profiling: residuals begin at nothing
@@ -41,7 +41,7 @@ class Solve(Policy):
 
     Example:
         >>> import thinwire as tw
-        >>> str(tw.Layerwise.solve("topk:0.01", steps=50))
+        >>> str(tw.policies.Layerwise.solve("topk:0.01", steps=50))
         'solve:(topk:0.01),steps=50'
 
     Reference: Alimohammadi et al., L-GreCo: Layerwise-Adaptive Gradient Compression, 2022.

@@ -3,7 +3,7 @@
 `workload(spec)` gives one; `Workload` says what it can do. Nothing here talks to other ranks.
 """
 
-from thinwire.compressors.spec import build
+from thinwire.spec import build
 from thinwire.workloads.images import Images
 from thinwire.workloads.text import Text
 from thinwire.workloads.workload import Batch, Workload

@@ -1,0 +1,121 @@
+"""A code: how compressed data lies in sections, and how it is added to a tensor again.
+
+A code is all that a reader needs; which compressor wrote it, and by what rule it chose, is not part
+of it. Top-K, Random-K and Threshold share the code `Sparse`; Quantize, QSGD and TernGrad share
+`Uniform`. Codes nest: the values of a `Sparse` are described by a code of their own.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from thinwire.frames.varint import Reader, varint
+
+
+class Section(NamedTuple):
+    """The element type and length of one section."""
+
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def as_bytes(section: Tensor) -> Tensor:
+    """The memory of a section as uint8."""
+    # A tensor of no or one element counts as contiguous whatever its stride says.
+    return section.contiguous().as_strided((section.numel(),), (1,)).view(torch.uint8)
+
+
+class Extent(NamedTuple):
+    """What a code describes: so many elements of a type."""
+
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def real(self) -> torch.dtype:
+        """The type of scales and of arithmetic: float64 for float64, else float32."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+class Start(NamedTuple):
+    """What happens to a tensor before a payload is added to it, within the same pass."""
+
+    fresh: bool = False  # it is zeroed
+    plus: Tensor | None = None  # this tensor is added
+
+
+KEEP = Start()
+
+
+@dataclass(frozen=True)
+class Code(ABC):
+    """Base of all codes. Fields that are integers are its parameters, fields that are codes nest.
+
+    A subclass has an `id` of its own and states its sections; all lengths follow from the
+    parameters and the extent, so that a frame needs no table of lengths.
+    """
+
+    id: ClassVar[int]
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether the values are there to the last bit in the tensor's own type."""
+        return False
+
+    def write(self) -> bytes:
+        """The record of this code: its id, its integers as varints, then the nested records."""
+        record = bytes([self.id]) + b"".join(varint(int(v)) for v in self._integers())
+        return record + b"".join(code.write() for code in self.children())
+
+    @classmethod
+    def read(cls, reader: Reader, nested: Any) -> Self:
+        """The inverse of `write`, after the id; `nested()` reads one nested record."""
+        kinds = [f.type for f in fields(cls)]
+        return cls(*(nested() if kind in ("Code", Code) else reader.varint() for kind in kinds))
+
+    def _integers(self) -> list[int]:
+        return [v for v in (getattr(self, f.name) for f in fields(self)) if isinstance(v, int)]
+
+    def children(self) -> list["Code"]:
+        return [v for v in (getattr(self, f.name) for f in fields(self)) if isinstance(v, Code)]
+
+    def descendants(self) -> Iterator["Code"]:
+        """All nested codes, at any depth."""
+        for child in self.children():
+            yield child
+            yield from child.descendants()
+
+    @abstractmethod
+    def check(self, extent: Extent) -> None:
+        """Raise FrameError when the parameters make no sense for this extent."""
+
+    @abstractmethod
+    def sections(self, extent: Extent) -> list[Section]:
+        """The sections, this code's own before those of nested codes."""
+
+    def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
+        """Sections in the form that `add` takes; raise FrameError when their content is bad."""
+        return tuple(sections)
+
+    @abstractmethod
+    def add(
+        self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
+    ) -> None:
+        """out += weight * values, after `start`; out is flat, contiguous, of type extent.real.
+
+        A wider out is fine for the sparse and raw codes.
+        """
+
+    def values(self, opened: Any, extent: Extent, device: torch.device) -> Tensor:
+        """All values as a flat tensor of type extent.real, which the caller does not write to."""
+        out = torch.empty(extent.numel, dtype=extent.real, device=device)
+        self.add(opened, extent, out, 1.0, Start(fresh=True))
+        return out

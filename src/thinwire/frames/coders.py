@@ -1,0 +1,89 @@
+"""General-purpose byte coders, from the libraries that maintain them.
+
+Sections of wider elements are split into byte planes first: the sign and exponent bytes of floats
+are alike and compress, the low mantissa bytes do not.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import FrameError
+from thinwire.frames.code import Section, as_bytes
+
+
+def _zstd_compress(data: bytes, level: int) -> bytes:
+    import zstandard
+
+    return bytes(zstandard.ZstdCompressor(level=level).compress(data))
+
+
+def _zstd_expand(data: bytes, size: int) -> bytes:
+    import zstandard
+
+    try:
+        if zstandard.frame_content_size(data) != size:
+            raise FrameError("a compressed section states another size than the frame")
+        expander = zstandard.ZstdDecompressor()
+        return bytes(expander.decompress(data, max_output_size=size, allow_extra_data=False))
+    except zstandard.ZstdError as error:
+        raise FrameError(f"a compressed section is damaged: {error}") from None
+
+
+def _zlib_expand(data: bytes, size: int) -> bytes:
+    expander = zlib.decompressobj()
+    try:
+        out = expander.decompress(data, size + 1)
+    except zlib.error as error:
+        raise FrameError(f"a compressed section is damaged: {error}") from None
+    if not expander.eof or expander.unused_data:
+        raise FrameError("a compressed section is damaged: it does not end where it should")
+    return out
+
+
+class Coder(NamedTuple):
+    """One coder: its number in frames, and its two directions."""
+
+    id: int
+    most: int  # no input expands by more than this factor
+    levels: range
+    compress: Callable[[bytes, int], bytes]
+    expand: Callable[[bytes, int], bytes]
+
+
+CODERS = {
+    "zlib": Coder(1, 1032, range(1, 10), zlib.compress, _zlib_expand),
+    # A zstd block of 128 KiB of equal bytes takes 4 bytes.
+    "zstd": Coder(2, 1 << 15, range(1, 23), _zstd_compress, _zstd_expand),
+}
+BY_ID = {coder.id: coder for coder in CODERS.values()}
+
+
+def shrink(section: Tensor, coder: Coder, level: int) -> Tensor:
+    """A section as compressed byte planes, or its plain bytes where that is no larger."""
+    plain = as_bytes(section)
+    width = section.dtype.itemsize
+    planes = plain.view(-1, width).t() if width > 1 else plain
+    data = coder.compress(planes.contiguous().cpu().numpy().tobytes(), level)
+    if len(data) >= plain.numel():
+        return plain
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(section.device)
+
+
+def expand(stored: Tensor, section: Section, coder: Coder) -> Tensor:
+    """The inverse of `shrink`; FrameError when the bytes are not what a coder wrote."""
+    size = section.num_bytes
+    if stored.numel() == size:
+        return stored.clone().view(section.dtype)
+    if size > coder.most * stored.numel():
+        raise FrameError(f"{stored.numel()} compressed bytes cannot hold {size}")
+    data = coder.expand(stored.cpu().numpy().tobytes(), size)
+    if len(data) != size:
+        raise FrameError(f"a compressed section holds {len(data)} bytes, not {size}")
+    plain = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else stored.new_empty(0)
+    width = section.dtype.itemsize
+    planes = plain.view(width, -1).t().contiguous().flatten() if width > 1 else plain
+    return planes.to(stored.device).view(section.dtype)

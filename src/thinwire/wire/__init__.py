@@ -1,6 +1,0 @@
-"""Payloads, the codes they are written in, and frames of bytes."""
-
-from thinwire.wire.frame import MAX_NUMEL, decode, pack, unpack
-from thinwire.wire.payload import Payload, add_all
-
-__all__ = ["MAX_NUMEL", "Payload", "add_all", "decode", "pack", "unpack"]
