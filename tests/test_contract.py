@@ -273,7 +273,7 @@ def test_configuration_is_a_value(row):
     assert c == same_again
     assert hash(c) == hash(same_again)
     assert c.fingerprint == same_again.fingerprint
-    assert eval(repr(c), dict(vars(tw))) == c
+    assert eval(repr(c), vars(tw.compressors)) == c
     assert tw.parse(str(c)) == c
     for name in [field.name for field in dataclasses.fields(c)] + ["anything"]:
         with pytest.raises(dataclasses.FrozenInstanceError):

@@ -471,7 +471,7 @@ feedbacks = st.one_of(
 @given(specs, feedbacks)
 def test_specs_lead_back(compressor, feedback):
     assert tw.parse(str(compressor)) == compressor
-    assert eval(repr(compressor), vars(tw)) == compressor
+    assert eval(repr(compressor), vars(tw.compressors)) == compressor
     assert tw.feedback.parse_feedback(str(feedback)) == feedback
     assert eval(repr(feedback), vars(tw.feedback)) == feedback
 
