@@ -79,7 +79,7 @@ def rank_main(job: dict[str, Any]) -> None:
             seconds = time.perf_counter() - begin
             kinds = ("encode", "network", "decode")
             parts = [handle.account.seconds.get(kind, 0.0) for kind in kinds]
-            reported = handle.account.wire_bytes
+            reported = handle.account.network_bytes
         time.sleep(0.02)  # last acknowledgements
         counted = sent(size, job["loopback"]) - before
         return [seconds, float(reported), float(counted), *parts]

@@ -150,7 +150,7 @@ def rank_pipeline(job: dict[str, Any]) -> None:
                 print(json.dumps({"name": name, "seconds": seconds}), flush=True)
     if dist.get_rank() == 0:
         total = wire.stats()["total"]
-        row = {"name": "bytes", "seconds": total["wire_bytes"] / wire.step}
+        row = {"name": "bytes", "seconds": total["network_bytes"] / wire.step}
         print(json.dumps(row), flush=True)
         for kind, seconds in wire.stats()["seconds"].items():
             row = {"name": f"hook: {kind}", "seconds": seconds / wire.step}

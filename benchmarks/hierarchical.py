@@ -71,7 +71,7 @@ def rank_main(job: dict[str, Any]) -> None:
     for turn in range(-1, job["rounds"]):  # the first compiles and connects
         for way in ways:
             tensor.copy_(gradients[turn % 2])
-            nodes = {"nodes": size // job["racks"]} if way.collective == NODES else {}
+            nodes = tw.Nodes(size // job["racks"], inner=way.inner)
             dist.barrier()
             begin = time.perf_counter()
             handle = tw.all_reduce(
@@ -79,8 +79,7 @@ def rank_main(job: dict[str, Any]) -> None:
                 way.spec,
                 residual=residuals[way],
                 collective=way.collective,
-                inner=way.inner,
-                **nodes,
+                nodes=nodes if way.collective == NODES else None,
             )
             seconds = time.perf_counter() - begin
             account = handle.account

@@ -138,10 +138,10 @@ def rank_main(job: dict[str, Any]) -> None:
         row: dict[str, Any] = {"step": step, "loss": loss.item()}
         row["seconds"] = time.perf_counter() - begin
         tensors = wire.stats()["tensors"]
-        total = sum(tensors[name]["bytes_sent"] for name in wire.steering.targets)
+        total = sum(tensors[name]["bytes_sent"] for name in wire._choices.tensors)
         row["bytes"], sent = total - sent, total
-        row["error"] = getattr(wire.steering.chooser, "error", 0.0)
-        row["now"] = sorted({str(wire.steering.compressor_of(n)) for n in wire.steering.targets})
+        row["error"] = getattr(getattr(wire._choices, "chooser", None), "error", 0.0)
+        row["now"] = sorted({str(wire._choices.compressor_of(n)) for n in wire._choices.tensors})
         if job.get("validate") and step % EVERY == 0 and rank == 0:  # one rank is enough
             row["metric"] = task.evaluate(model.module)
             wire.observe(row["metric"])

@@ -805,7 +805,7 @@ WRONG |= {
     f"ValueError: max_bytes must be a number of bytes such as 500000000 or 512MiB, got {bad!r}": {
         "max_bytes": bad
     }
-    for bad in ("lots", -1, True, 1.5, "3 TB")
+    for bad in ("lots", -1, True, 1.5, "3 PB")
 }
 WRONG |= {
     f"ValueError: timeout must be a positive number of seconds, got {bad!r}": {"timeout": bad}

@@ -237,7 +237,7 @@ def test_sparse_gradients_travel_as_they_are_and_stay_sparse(spec):
     for layouts, equal, warnings in ranks.run(on_sparse, spec, ranks=2):
         assert layouts == [True] * 3
         assert len(warnings) == 1
-        assert warnings[0].startswith("embed.weight has sparse gradients: it travels dense")
+        assert warnings[0].startswith("embed.weight has sparse gradients: it is sent dense")
         assert equal == [True] * 3
 
 

@@ -40,14 +40,14 @@ def error_by_hand(model: Any, wire: tw.Wire, step: int, spec: str) -> dict[str, 
 
 def on_stats(granularity: str) -> dict[str, Any]:
     model, wire = wired(granularity=granularity, measure_every=1)
-    accounts, start = [], wire.reducer.start
+    accounts, start = [], wire._reducer.start
 
     def noted(*args: Any, **options: Any) -> Any:
         exchange = start(*args, **options)
         accounts.append(exchange.handle.account)
         return exchange
 
-    wire.reducer.start = noted
+    wire._reducer.start = noted
     writer, first = Writer(), wire.summary()
     wire.log_to(writer, every=2)
     for step in range(5):
@@ -62,7 +62,9 @@ def on_stats(granularity: str) -> dict[str, Any]:
         "scalars": writer.scalars,
         "errors": errors,
         "norms": {name: float(r.norm()) for name, r in residuals(wire).items()},
-        "accounts": [(a.bytes_sent, a.bytes_received, a.wire_bytes, a.seconds) for a in accounts],
+        "accounts": [
+            (a.bytes_sent, a.bytes_received, a.network_bytes, a.seconds) for a in accounts
+        ],
     }
 
 
@@ -77,7 +79,7 @@ TENSOR = {
     *("relative_error", "residual_norm"),
 }
 TOTAL = {
-    *("bytes_in", "bytes_sent", "bytes_received", "wire_bytes", "ratio", "exchanges"),
+    *("bytes_in", "bytes_sent", "bytes_received", "network_bytes", "ratio", "exchanges"),
     *("between_bytes", "relative_error", "residual_norm"),
 }
 
@@ -98,10 +100,10 @@ def test_stats_are_those_of_the_exchanges(told):
             assert row["bytes_in"] == 5 * 4 * row["numel"]
             # The row's bytes are rounded to a whole number, its ratio is not.
             assert row["bytes_in"] / row["ratio"] == pytest.approx(row["bytes_sent"], abs=0.51)
-        sent, received, wire_bytes = (sum(a[i] for a in accounts) for i in range(3))
-        counted = total["bytes_sent"], total["bytes_received"], total["wire_bytes"]
-        assert counted == (sent, received, wire_bytes)
-        assert 0 < sent < wire_bytes
+        sent, received, network_bytes = (sum(a[i] for a in accounts) for i in range(3))
+        counted = total["bytes_sent"], total["bytes_received"], total["network_bytes"]
+        assert counted == (sent, received, network_bytes)
+        assert 0 < sent < network_bytes
         assert total["exchanges"] == len(accounts)
         assert total["bytes_in"] == sum(row["bytes_in"] for row in rows.values())
         assert total["ratio"] == total["bytes_in"] / total["bytes_sent"]
@@ -140,7 +142,7 @@ def test_the_summary_is_a_table_of_all_tensors(told):
             assert any(line.startswith(f"{name} ") for line in lines)
         assert any(line.startswith("total of 5 steps") for line in lines)
         assert "topk:0.1" in found["summary"]
-        assert lines[-1].startswith("a step: ")
+        assert lines[-1].startswith("per step: ")
         assert "... and 4 more" in found["short"]
         assert len(found["short"].splitlines()) == len(lines) - 3
         assert "nothing yet" in found["first"]

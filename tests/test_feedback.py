@@ -32,9 +32,9 @@ from thinwire.collectives.choose import suits
 from thinwire.compressors.base import Request
 from thinwire.compressors.sparsifier import Selection, Sparsifier
 from thinwire.feedback.registry import feedback_for
-from thinwire.feedback.vector import STORAGES, Vector
+from thinwire.feedback.state import STORAGES, StateVector
+from thinwire.reducer.exchange import Driver
 from thinwire.reducer.unit import Unit
-from thinwire.telemetry import Ledger
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
@@ -507,12 +507,12 @@ def on_broken(feedback: str, spec: str, collective: str) -> Fate:
     kept.append(alike(memories(reducer), before))
     xs, own, error = pair(8), reducer.compressor, ""
     if me == 1:
-        reducer.compressor = tw.parse("none" if collective == "summable" else "topk:0.2")
+        reducer._units.compressor = tw.parse("none" if collective == "summable" else "topk:0.2")
     try:
         reducer.average(xs)
     except tw.MismatchError as caught:
         error = str(caught)
-    reducer.compressor = own
+    reducer._units.compressor = own
     kept.append(alike(memories(reducer), before))
     untouched = all(same(x, y) for x, y in zip(xs.values(), pair(8).values(), strict=True))
     xs, ys = pair(2), pair(2)
@@ -788,7 +788,7 @@ def on_ranks_of_different_speed_agree_whether_something_waits_to_be_sent() -> No
     if dist.get_rank() == 0:
         time.sleep(HEAD_START)
     first = reducer.average({"w": mine(50, 1)}, async_op=dist.get_rank() > 0)
-    reducer.compressor = tw.NoCompression()
+    reducer._units.compressor = tw.NoCompression()
     tw.wait_all([first, reducer.average({"w": mine(50, 2)}, async_op=True)])
 
 
@@ -847,7 +847,7 @@ def on_states_of_another_number_of_ranks_keep_the_mean() -> None:
                     sum(normal(30, r + 7 * parts.index("h")) for r in range(count)) / count
                 )
             base = make(feedback=feedback).state_dict()
-            states.append({**base, "tensors": {"w": {"steps": 3, **kept}}, "turns": {"w": 3}})
+            states.append({**base, "tensors": {"w": {"steps": 3, **kept}}, "counts": {"w": 3}})
         reducer = make(feedback=feedback)
         reducer.load_state_dict(states)
         now = remembered(reducer)
@@ -898,7 +898,7 @@ def on_a_state_just_loaded_and_saved_again_is_a_copy() -> None:
     other = make()
     other.load_state_dict(reducer.state_dict())
     state = other.state_dict()
-    other.scale(2.0)
+    other._units.scale(2.0)
     assert same(state["tensors"]["w"]["residual"], remembered(reducer)["residual"])
 
 
@@ -931,7 +931,7 @@ def on_scale_and_reset_reach_all_that_is_remembered() -> None:
         reducer.average(pair(0), together=True)
         reducer.average({"a": mine(200)})
         before = memories(reducer)
-        reducer.scale(0.5)  # exact in every storage
+        reducer._units.scale(0.5)  # exact in every storage
         after = memories(reducer)
         assert all(
             same(after[name][part], before[name][part] / 2)
@@ -953,10 +953,18 @@ def on_what_loses_nothing_remembers_nothing_and_empties_residuals() -> None:
     reducer = make()
     reducer.average({"w": mine(40)})
     expected = (total(mine(40, 1)) + total(remembered(reducer)["residual"])) / 3
-    reducer.compressor = tw.NoCompression()
+    reducer._units.compressor = tw.NoCompression()
     reducer.average({"w": (x := mine(40, 1))})
     assert (x - expected).abs().max() <= LITTLE
     assert not remembered(reducer)["residual"].any()
+
+
+class Deferring(Driver):
+    defers_commit = True
+
+
+def units_of(tensors: dict[str, Tensor]) -> list[Unit]:
+    return [Unit([name], [tensor]) for name, tensor in tensors.items()]
 
 
 @law
@@ -967,10 +975,10 @@ def on_what_is_committed_later_is_remembered_then_or_not_at_all() -> None:
             xs, ys, zs = pair(step), pair(step), pair(step)
             at_once.average(xs)
             before = memories(later)
-            dropped = later.start([Unit([n], [z]) for n, z in zs.items()], later=True)
+            dropped = later._units.start(units_of(zs), driver=Deferring())
             dropped.handle.wait()
             assert alike(memories(later), before)
-            exchange = later.start([Unit([n], [y]) for n, y in ys.items()], later=True)
+            exchange = later._units.start(units_of(ys), driver=Deferring())
             exchange.handle.wait()
             exchange.commit()
             exchange.commit()  # once is enough
@@ -980,8 +988,8 @@ def on_what_is_committed_later_is_remembered_then_or_not_at_all() -> None:
 
 @law
 def on_the_ledger_books_what_the_accounts_say() -> None:
-    ledger = Ledger()
-    reducer = make("threshold:0.5", collective="twoshot", ledger=ledger)
+    reducer = make("threshold:0.5", collective="twoshot")
+    ledger = reducer.ledger
 
     def uneven(*names: str) -> dict[str, Tensor]:
         """Most goes to the owner of the first shard, who sends the least."""
@@ -992,12 +1000,12 @@ def on_the_ledger_books_what_the_accounts_say() -> None:
 
     handles = [reducer.average(uneven("a", "b"), async_op=step == 1) for step in range(3)]
     handles += [reducer.average(uneven("c"), together=True)]
-    reducer.compressor = tw.parse("topk:0.2" if dist.get_rank() else "topk:0.3")
+    reducer._units.compressor = tw.parse("topk:0.2" if dist.get_rank() else "topk:0.3")
     assert raised(lambda: reducer.average(uneven("a"))).startswith("MismatchError")
     tw.wait_all(handles)
     ledger.fold()
     accounts = [handle.account for handle in handles]
-    for count in ("bytes_sent", "bytes_received", "wire_bytes"):
+    for count in ("bytes_sent", "bytes_received", "network_bytes"):
         assert getattr(ledger, count) == sum(getattr(account, count) for account in accounts)
     assert 0 < ledger.bytes_sent != ledger.bytes_received > 0
     assert ledger.exchanges == len(handles)
@@ -1048,12 +1056,13 @@ def on_memory_between_steps_is_what_the_storage_says() -> None:
             for step in range(2):
                 reducer.average({f"{i}": mine(n, step)})
         reducer.ledger.fold()
-        slabs = [reducer.slabs.of(Unit([f"{i}"], [mine(n)])) for i in range(count)]
-        kept = held([slab.vectors for slab in slabs])
+        units = [Unit([f"{i}"], [mine(n)]) for i in range(count)]
+        states = [reducer._units.states.of_unit(unit) for unit in units]
+        kept = held([state.vectors for state in states])
         vectors = count * len(reducer.feedback.parts)
         assert abs(kept - vectors * size * n) <= vectors * 64, storage
-        # One room to work in serves all tensors; four vectors are the most that a turn needs.
-        assert held(reducer._room) <= 4 * 4 * n, storage
+        # One set of buffers serves all tensors; four vectors are the most that an update needs.
+        assert held(reducer._units._buffers) <= 4 * 4 * n, storage
 
 
 @law
@@ -1216,7 +1225,7 @@ def test_a_group_of_one_keeps_its_tensors_as_they_are():
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_vector_keeps_what_its_storage_can(storage, dtype):
     n = 5000
-    vector = Vector(n, dtype, torch.device("cpu"), storage)
+    vector = StateVector(n, dtype, torch.device("cpu"), storage)
     assert not vector.read().any()
     values = normal(n, 3, dtype)
     vector.write(values)
@@ -1243,7 +1252,7 @@ def test_a_vector_keeps_what_its_storage_can(storage, dtype):
 def test_what_is_finite_is_kept_finite():
     for dtype, large in ((torch.float32, 3.4e38), (torch.float64, 1e300)):
         for storage in STORAGES:
-            vector = Vector(3, dtype, torch.device("cpu"), storage)
+            vector = StateVector(3, dtype, torch.device("cpu"), storage)
             vector.write(torch.tensor([large, -large, 1.0], dtype=dtype))
             assert vector.read().isfinite().all(), (storage, dtype)
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.collectives.link import Link
-from thinwire.collectives.nodes import Layers, inner_of
+from thinwire.collectives.nodes import NodeLayout
 from thinwire.compressors.sparsifier import kept
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
@@ -45,9 +45,10 @@ def five():
         yield group
 
 
-def layers(nodes: list[list[int]], inner: str = "none") -> Layers:
+def layers(nodes: list[list[int]], inner: str = "none") -> NodeLayout:
     """Of the whole world."""
-    return Layers(tuple(map(tuple, nodes)), tuple(map(tuple, nodes)), inner_of(inner), True)
+    places = tuple(map(tuple, nodes))
+    return NodeLayout(places, places, tw.Nodes(inner=inner).inner, True)
 
 
 class Case(NamedTuple):
@@ -94,7 +95,8 @@ def on_cases(nodes: list[list[int]]) -> list[Done]:
     me, done = dist.get_rank(), []
     for spec, inner, dtype, op, residual in CASES:
         x, r = gradient(me, dtype), leftover(me, dtype) if residual else None
-        handle = tw.all_reduce(x, spec, residual=r, op=op, nodes=nodes, inner=inner, key=KEY)
+        said = tw.Nodes(nodes, inner=inner)
+        handle = tw.all_reduce(x, spec, residual=r, op=op, nodes=said, key=KEY)
         assert handle.collective == "hierarchical"
         assert 0 <= handle.account.between_bytes <= handle.bytes_sent
         done.append(Done(x, r))
@@ -259,7 +261,7 @@ def on_bad(nodes: list[list[int]]) -> list[tuple[bool, bool, bool]]:
         before = r.clone()
         if me == bad:
             x[bad * 100] = (torch.inf, torch.nan)[bad % 2]
-        handle = tw.all_reduce(x, spec, residual=r, nodes=nodes, inner=inner)
+        handle = tw.all_reduce(x, spec, residual=r, nodes=tw.Nodes(nodes, inner=inner))
         found.append((bool(x.isnan().all()), same(r, before), not handle.account.finite))
     # Finite everywhere, but the sum of one node is not.
     x, r = torch.full((N,), 3e38 if me in nodes[-1] else 1.0), torch.zeros(N)
@@ -306,9 +308,9 @@ def on_mismatches() -> list[Report]:
     odd = me == 3
     return [
         attempt([[0, 2], [1, 3]] if odd else nodes),
-        attempt(nodes, inner="cast:bf16" if odd else "none"),
+        attempt(tw.Nodes(nodes, inner="cast:bf16" if odd else "none")),
         attempt(None if odd else nodes),
-        attempt(nodes, inner="cast:bf16", inner_feedback="none" if odd else "ef14"),
+        attempt(tw.Nodes(nodes, inner="cast:bf16", feedback="none" if odd else "ef14")),
         attempt(nodes, max_bytes=1000 if odd else None),
         Report("", works(nodes), 0.0),
     ]
@@ -357,7 +359,7 @@ def on_failing(nodes: list[list[int]]) -> list[tuple[Report, bool]]:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(owner, name, broken)
-            report = attempt(nodes, inner="cast:bf16")
+            report = attempt(tw.Nodes(nodes, inner="cast:bf16"))
         found.append((report, works(nodes)))
     return found
 
@@ -387,14 +389,14 @@ def on_death(nodes: list[list[int]], victim: int, when: str | int) -> tuple[Repo
 
         def counted(self, sent: int, received: int, messages: int) -> None:
             count(self, sent, received, messages)
-            if self._root is not None:
+            if self._whole is not None:
                 seen.append(1)
                 if len(seen) == when:
                     threading.Timer(0.005, die).start()
 
         Link._count = counted
         if when == "connecting":
-            Link.branch = lambda *_: die()
+            Link.subgroup = lambda *_: die()
         if when == "before":
             die()
         if when == "stalled":
@@ -465,16 +467,12 @@ def on_bad_arguments() -> None:
         for error, words, given in (
             (ValueError, "LOCAL_WORLD_SIZE is not set", {"collective": "hierarchical"}),
             (ValueError, "cannot be divided into nodes of 3", {"nodes": 3}),
-            (ValueError, "must be a number of ranks a node, got 0", {"nodes": 0}),
+            (ValueError, "must be a number of ranks per node, got 0", {"nodes": 0}),
             (ValueError, "must be in one node", {"nodes": [[0, 1], [2]]}),
             (ValueError, "must be in one node", {"nodes": [[0, 1], [1, 2, 3]]}),
             (TypeError, "lists of ranks", {"nodes": ["ab", "cd"]}),
             (TypeError, "lists of ranks", {"nodes": 1.5}),
             (ValueError, "not 'gather'", {"nodes": 2, "collective": "gather"}),
-            (ValueError, "leave elements out", {"nodes": 2, "inner": "topk:0.5"}),
-            (ValueError, "nothing may be drawn", {"nodes": 2, "inner": "natural"}),
-            (ValueError, "has no payload", {"nodes": 2, "inner": "powersgd:2"}),
-            (ValueError, "inner_feedback must be", {"nodes": 2, "inner_feedback": "ef21"}),
             (ValueError, "'summable' only", {"nodes": 2, "op": "max"}),
         ):
             spec = "none" if "op" in given else "topk:0.5"
@@ -483,6 +481,14 @@ def on_bad_arguments() -> None:
         patch.setenv("LOCAL_WORLD_SIZE", "3")
         with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE: 4 ranks cannot be divided"):
             tw.all_reduce(x, "topk:0.5", collective="hierarchical")
+    for words, given in (
+        ("leave elements out", {"inner": "topk:0.5"}),
+        ("no random numbers may be drawn", {"inner": "natural"}),
+        ("has no payload", {"inner": "powersgd:2"}),
+        ("feedback must be 'ef14' or 'none', got 'ef21'", {"feedback": "ef21"}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tw.Nodes(2, **given)
     with pytest.raises(ValueError, match="cannot go through 'hierarchical'"):
         tw.all_reduce(x, "powersgd:2", nodes=2)
     mesh = DeviceMesh("cpu", torch.arange(4))
@@ -491,9 +497,9 @@ def on_bad_arguments() -> None:
     for feedback, words in (("dgc", "momentum"), ("vote", "majority")):
         with pytest.raises(ValueError, match=words):
             tw.Reducer("topk:0.1", feedback=feedback, nodes=2)
-    given = {"nodes": 2, "inner": "cast:bf16", "inner_feedback": "none"}
-    with pytest.raises(ValueError, match="needs inner_feedback"):
-        tw.Reducer("topk:0.1", feedback="ef21", **given)
+    nodes = tw.Nodes(2, inner="cast:bf16", feedback="none")
+    with pytest.raises(ValueError, match=r"needs Nodes\(feedback='ef14'\)"):
+        tw.Reducer("topk:0.1", feedback="ef21", nodes=nodes)
 
 
 def test_what_makes_no_sense_is_refused_with_a_reason(five):
@@ -512,7 +518,7 @@ def on_training(place: str) -> dict[str, Any]:
     """Training that is stopped and goes on, against training that is not."""
     found: dict[str, Any] = {}
     for feedback in ("ef14", "ef21m:0.5"):
-        given = {"feedback": feedback, "nodes": 2, "inner": "cast:bf16"}
+        given = {"feedback": feedback, "nodes": tw.Nodes(2, inner="cast:bf16")}
         model, wire = wired("topk:0.1", **given)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, range(4), optimizer)
@@ -572,13 +578,12 @@ def on_limits() -> list[str]:
     """Errors at a limit of half of what is expected, and of all of it."""
     found = []
     for spec, inner in (("topk:0.1", "none"), ("quantize:8", "cast:bf16")):
-        need = attempt([[0, 1], [2]], 400_000, spec, inner=inner, max_bytes=1).error
+        nodes = tw.Nodes([[0, 1], [2]], inner=inner)
+        need = attempt(nodes, 400_000, spec, max_bytes=1).error
         number, unit = need.partition("would take ")[2].split()[:2]
         limit = int(1.01 * float(number) * {"kB": 1e3, "MB": 1e6}[unit])
         for share in (0.5, 1.0):
-            report = attempt(
-                [[0, 1], [2]], 400_000, spec, inner=inner, max_bytes=int(share * limit)
-            )
+            report = attempt(nodes, 400_000, spec, max_bytes=int(share * limit))
             found.append(report.error.partition(":")[0])
     return found
 

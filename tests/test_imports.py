@@ -20,8 +20,8 @@ ROOMS = (
     *("compare", "report", "bench", FACE, "cli"),
     "__main__",
 )
-LEAVES = frozenset({"errors", "machine", "spec", "telemetry"})
-MAY_TALK = frozenset(ROOMS[ROOMS.index("collectives") :]) - {FACE}
+LEAVES = frozenset({"errors", "formatting", "machine", "spec", "telemetry", "torch_internals"})
+MAY_TALK = frozenset({*ROOMS[ROOMS.index("collectives") :], "torch_internals"}) - {FACE}
 
 
 class Module(NamedTuple):

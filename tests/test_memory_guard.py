@@ -18,9 +18,8 @@ from tensors import normal, real_of, same
 
 import thinwire as tw
 from thinwire.collectives import memory
-from thinwire.collectives.layered import estimate_layers
-from thinwire.collectives.nodes import layers_of
-from thinwire.collectives.work import Part, Work
+from thinwire.collectives.hierarchical import estimate_nodes
+from thinwire.collectives.reduction import Part, Reduction
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
@@ -103,9 +102,9 @@ def layered(case: Case) -> dict[str, object]:
 def expectation(case: Case, x: torch.Tensor, r: torch.Tensor | None) -> int:
     """What the guard would compare with a limit."""
     if case.collective == "hierarchical":
-        layers = layers_of(NODES, "none", "ef14", dist.group.WORLD)
-        work = Work.of([x], [r], tw.parse(case.spec), tw.Key())
-        return estimate_layers(work, layers, dist.get_rank()).num_bytes
+        nodes = tw.Nodes(NODES).layout(dist.group.WORLD)
+        reduction = Reduction([Part(x, r, tw.Key())], tw.parse(case.spec), 1.0)
+        return estimate_nodes(reduction, nodes, dist.get_rank()).num_bytes
     if case.collective == "gather":
         load = memory.Load.of([Part(x, r, tw.Key())], tw.parse(case.spec))
         return memory.estimate("gather", load, dist.get_world_size(), case.rounds).num_bytes

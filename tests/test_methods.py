@@ -27,13 +27,13 @@ from thinwire.compressors.arctopk import strongest
 from thinwire.compressors.joint import Joint, Seen
 from thinwire.compressors.powersgd import orthonormal
 from thinwire.compressors.sparsifier import kept
-from thinwire.feedback.base import Desk
+from thinwire.feedback.base import Workspace
 from thinwire.feedback.registry import feedback_for
-from thinwire.feedback.vector import Room
+from thinwire.feedback.state import ScratchBuffers
 from thinwire.frames.payload import add_all
 from thinwire.methods.recipes import methods, recipe_of
 from thinwire.parallel.momentum import take_momentum, with_momentum
-from thinwire.parallel.planner import Order, Piece, Planner
+from thinwire.parallel.plan import Piece, PlannedExchange, Planner
 from thinwire.policies.base import Journal, Setting, Target
 from thinwire.policies.fixed import Fixed
 
@@ -492,14 +492,16 @@ def test_joint_tensors_travel_in_one_order_at_the_end_of_the_step():
     for granularity in ("bucket", "tensor"):
         for buckets in (["abcdefg"], ["ab", "cde", "fg"], list("abcdefg"), ["f", "gab", "edc"]):
             planner = Planner(choices.__getitem__, granularity)
-            orders: list[Order] = []
+            orders: list[PlannedExchange] = []
             for i, names in enumerate(buckets):
                 pieces = [Piece(name, 40, torch.float32, name == "g") for name in names]
                 orders += planner.add(pieces, last := i + 1 == len(buckets))
                 joint = [order for order in orders if isinstance(order.compressor, Joint)]
                 assert bool(joint) == last
             units = {
-                order.compressor: tuple(unit for unit in order.units if unit[0] not in order.plain)
+                order.compressor: tuple(
+                    unit for unit in order.units if unit[0] not in order.uncompressed
+                )
                 for order in joint
             }
             assert len(units) == len(joint) == 2
@@ -508,7 +510,7 @@ def test_joint_tensors_travel_in_one_order_at_the_end_of_the_step():
             assert sorted("".join(sorted(order.names)) for order in orders) == [
                 *("abcfg", "d", "e")
             ]
-            assert {order.plain for order in joint} == {frozenset("bg"), frozenset()}, (
+            assert {order.uncompressed for order in joint} == {frozenset("bg"), frozenset()}, (
                 "what has sparse gradients travels as it is, with the first of them"
             )
 
@@ -697,11 +699,11 @@ def test_a_tie_is_a_tie_with_any_number_of_ranks(size):
     votes = torch.from_numpy(np.stack([rng.permutation(halves) for _ in range(300)], 1)).float()
     compressor, feedback = tw.ScaledSign(), tw.feedback.Vote()
     x = torch.zeros(300)
-    memory = feedback.memory(300, torch.float32, x.device)
-    turn = feedback.turn(memory, x, Desk(Room(), "0", True, False, size))
-    payloads = [compressor.encode(size * row) for row in votes]  # as `before` gives them
-    add_all(payloads, turn.tensor, 1 / size, fresh=True)
-    turn.after()
+    state = feedback.new_state(300, torch.float32, x.device)
+    update = feedback.update(state, x, Workspace(ScratchBuffers(), "0", True, False, size))
+    payloads = [compressor.encode(size * row) for row in votes]  # as `prepare` gives them
+    add_all(payloads, update.tensor, 1 / size, fresh=True)
+    update.finish()
     assert x.tolist() == [1.0] * 300
 
 

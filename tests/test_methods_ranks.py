@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.compressors.joint import normal as drawn
 from thinwire.methods.recipes import methods, recipe_of
+from thinwire.reducer.exchange import Driver
 from thinwire.reducer.unit import Unit
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
@@ -482,7 +483,7 @@ def on_a_warm_start_is_kept_in_the_state() -> None:
             values.zero_()
         assert all_same(step_of(reducer, 7), step_of(other, 7)), "the state is no copy"
         reducer.reset()
-        assert reducer.recalled == {}
+        assert reducer.state_dict()["recalled"] == {}
 
 
 @law(2)
@@ -520,7 +521,7 @@ def on_not_a_number_reaches_all_and_changes_nothing() -> None:
                 assert all(torch.equal(torch.as_tensor(found[p]), torch.as_tensor(kept[p]))
                            for p in kept)  # fmt: skip
         # Twins have drawn differently since: their key is the number of the step.
-        state = {**after, "turns": twin.state_dict()["turns"]}
+        state = {**after, "counts": twin.state_dict()["counts"]}
         reducer.load_state_dict(state)
         xs, ys = ({"a": mine(1200, 7).view(40, 30), "b": mine(9, 7)} for _ in range(2))
         reducer.average(xs)
@@ -673,7 +674,7 @@ def on_arc_finds_what_topk_cannot() -> None:
 def on_ef21m_with_arc_keeps_the_mean_of_all_h() -> None:
     size = dist.get_world_size()
     model, wire = wired("arc:0.2,least=100", measure_every=0)
-    assert wire.reducer.feedback == tw.feedback.EF21M()
+    assert wire._reducer.feedback == tw.feedback.EF21M()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         train(model, range(step, step + 1), optimizer)
@@ -709,7 +710,7 @@ def on_joint_compressors_take_one_exchange_a_step() -> None:
                     backward(model, step)
                     done = wire.stats()["total"]["exchanges"]
                     assert done == step + 1, (spec, cap, step)
-                used = {wire.reducer.ledger.lines[n].compressor for n, p in named(model).items()
+                used = {wire._reducer.ledger.lines[n].compressor for n, p in named(model).items()
                         if p.dim() > 1}  # fmt: skip
                 assert used == {str(tw.parse(spec))}
                 tw.check_replicas(model)
@@ -735,13 +736,13 @@ def on_every_method_trains_with_equal_replicas() -> None:
         assert agree(*gradients(model).values())
         recipe = recipe_of(spec)
         if recipe is not None:
-            wire.reducer.ledger.fold()
-            line = wire.reducer.ledger.lines["2.weight"]
+            wire._reducer.ledger.fold()
+            line = wire._reducer.ledger.lines["2.weight"]
             assert line.collective == recipe.collective
         if spec.startswith("sig"):
             assert all(set(g.unique().tolist()) <= {-1, 1} for g in gradients(model).values())
         found.add(digest(model.parameters()))
-        assert str(wire.reducer.compressor) in repr(wire)
+        assert str(wire._reducer.compressor) in repr(wire)
         assert wire.summary()
     assert len(found) == len(methods()), "two methods did the same"
 
@@ -799,7 +800,7 @@ def on_attach_takes_momentum_and_detach_gives_it_back() -> None:
     optimizer = groups(model, momentum=0.9, nesterov=True, weight_decay=0.1)
     before = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     wire = tw.attach(model, "dgc:0.1", optimizer=optimizer, min_numel=10, timeout=TIMEOUT)
-    assert wire.reducer.feedback == tw.feedback.DGC(0.9, nesterov=True)
+    assert wire._reducer.feedback == tw.feedback.DGC(0.9, nesterov=True)
     assert all(g["momentum"] == g["weight_decay"] == 0 for g in optimizer.param_groups)
     train(model, range(2), optimizer)
     wire.detach()
@@ -810,7 +811,7 @@ def on_attach_takes_momentum_and_detach_gives_it_back() -> None:
     assert "momentum_buffer" in optimizer.state[next(model.parameters())]
     tw.check_replicas(model)
     again = tw.attach(model, "dgc:0.1", optimizer=optimizer, min_numel=10, timeout=TIMEOUT)
-    assert again.reducer.feedback == tw.feedback.DGC(0.9, nesterov=True)
+    assert again._reducer.feedback == tw.feedback.DGC(0.9, nesterov=True)
 
 
 @law(2)
@@ -854,8 +855,8 @@ def on_dgc_warms_up_by_steps() -> None:
     used = []
     for step in range(9):
         train(model, range(step, step + 1), optimizer)
-        wire.reducer.ledger.fold()
-        used.append(wire.reducer.ledger.lines["2.weight"].compressor)
+        wire._reducer.ledger.fold()
+        used.append(wire._reducer.ledger.lines["2.weight"].compressor)
     ramp = ["topk:0.25", "topk:0.0625", "topk:0.015625", "topk:0.01"]
     assert used == [spec for spec in ramp for _ in range(2)] + ["topk:0.01"]
 
@@ -944,13 +945,18 @@ def on_a_skipped_step_leaves_no_trace_in_a_warm_start() -> None:
     assert skips("powersgd:2")
 
 
+class SkippingUnused(Driver):
+    skips_unused = True
+
+
 def left_waiting(feedback: str) -> bool:
     """Whether what is remembered of a tensor that no rank has used stays as it was."""
     reducer = make("topk:0.1", feedback=feedback, collective="gather")
     for step in range(2):
         reducer.average({"w": mine(100, step)})
     before = remembered(reducer)["residual"]
-    reducer.start([Unit(["w"], [torch.zeros(100)])], census=True).handle.wait()
+    unit = Unit(["w"], [torch.zeros(100)])
+    reducer._units.start([unit], driver=SkippingUnused()).handle.wait()
     return same(remembered(reducer)["residual"], before)
 
 

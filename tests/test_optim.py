@@ -6,6 +6,7 @@ formulas in the docstrings, it shares no code with the library.
 """
 
 import contextlib
+import dataclasses
 import functools
 import io
 import math
@@ -580,14 +581,16 @@ def on_peer_error(kind: str) -> str:
         give(params, dist.get_rank(), step)
         if step == 12:
             before, errors = copies(params), kept(optimizer, "error")
-            optimizer._options["max_bytes"] = 10 if dist.get_rank() == 1 else None
+            limit = 10 if dist.get_rank() == 1 else None
+            options = optimizer._options
+            optimizer._options = dataclasses.replace(options, max_bytes=limit)
             with pytest.raises((tw.PeerError, tw.MemoryLimitError)) as caught:
                 optimizer.step()
             after = kept(optimizer, "error")
             assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
             assert all(torch.equal(a, b) for a, b in zip(errors, after, strict=True))
             assert optimizer.stats()["steps"] == 11
-            optimizer._options["max_bytes"] = None
+            optimizer._options = options
         optimizer.step()
     return caught.type.__name__
 
@@ -882,7 +885,7 @@ def test_meetings_are_never_further_apart_than_allowed() -> None:
 def test_comparisons_put_them_in_the_place_of_adam():
     from thinwire.compare.hooks import optimizer_of, stats_of
     from thinwire.compare.method import OPTIMIZERS, read
-    from thinwire.optim.base import Talking
+    from thinwire.optim.base import ExchangingOptimizer
 
     layer = torch.nn.Linear(3, 2)
     given = torch.optim.AdamW(layer.parameters(), lr=0.25, betas=(0.5, 0.75), weight_decay=0.125)
@@ -890,14 +893,14 @@ def test_comparisons_put_them_in_the_place_of_adam():
         method = read(name)
         assert (method.title, method.kind) == (title, "optimizer")
         made = optimizer_of(method, given, 100)
-        assert isinstance(made, Talking)
+        assert isinstance(made, ExchangingOptimizer)
         assert type(made) is getattr(tw.optim, kind)
         (group,) = made.param_groups
         assert group["lr"] == 0.25
         assert tuple(group["betas"]) == (0.5, 0.75)
         assert group["weight_decay"] == 0.125
         assert 20 in (group.get("freeze_step"), group.get("var_freeze_step"))
-        assert stats_of(None, made)["total"]["wire_bytes"] == 0
+        assert stats_of(None, made)["total"]["network_bytes"] == 0
         with pytest.raises(ValueError, match="takes the place of Adam, and this workload trains"):
             optimizer_of(method, torch.optim.SGD(layer.parameters(), 0.1), 100)
     assert optimizer_of(read("ddp"), given, 100) is given

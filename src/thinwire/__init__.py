@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from thinwire.collectives import (
         Handle,
+        Nodes,
         all_gather,
         all_reduce,
         all_reduce_coalesced,
@@ -82,7 +83,7 @@ __version__ = "0.1.0"
 # Where each name lives. What most users type; the rest is in the submodules.
 _NAMES = {
     "collectives": (
-        *("Handle", "all_gather", "all_reduce", "all_reduce_coalesced", "broadcast"),
+        *("Handle", "Nodes", "all_gather", "all_reduce", "all_reduce_coalesced", "broadcast"),
         *("irecv", "isend", "recv", "reduce_scatter", "send", "wait_all"),
     ),
     "compressors": (
@@ -120,6 +121,7 @@ __all__ = [
     "MismatchError",
     "Natural",
     "NoCompression",
+    "Nodes",
     "OneBit",
     "Payload",
     "PeerError",

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.handle import Handle, wait_all
-from thinwire.collectives.point import irecv, isend
-from thinwire.collectives.start import Group, Timeout
+from thinwire.collectives.options import Group, Timeout
+from thinwire.collectives.send_recv import irecv, isend
 from thinwire.compressors import Compressor, compressor_of
 
 _lock = threading.Lock()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch.autograd.profiler as profiler
+from thinwire.torch_internals import profiler_range
 
 
 def span(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -18,9 +18,7 @@ def span(name: str) -> contextlib.AbstractContextManager[Any]:
     Exchanges run on a thread of their own: the profiler sees its ranges with
     ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
     """
-    if profiler._is_profiler_enabled:
-        return profiler.record_function(f"thinwire::{name}")
-    return contextlib.nullcontext()
+    return profiler_range(f"thinwire::{name}")
 
 
 _listeners: list[Callable[[float, str, bool], None]] = []
@@ -99,7 +97,7 @@ class Ledger:
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_sent: int = 0
     bytes_received: int = 0
-    wire_bytes: int = 0
+    network_bytes: int = 0
     between_bytes: int = 0
     exchanges: int = 0
     _open: list[tuple[Ended, list[Size], str]] = field(default_factory=list)
@@ -133,7 +131,7 @@ class Ledger:
         self.exchanges += 1
         self.bytes_sent += account.bytes_sent
         self.bytes_received += account.bytes_received
-        self.wire_bytes += account.wire_bytes
+        self.network_bytes += account.network_bytes
         self.between_bytes += account.between_bytes
         for kind, seconds in account.seconds.items():
             self.add_seconds(kind, seconds)

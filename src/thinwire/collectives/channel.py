@@ -13,20 +13,37 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from thinwire import torch_internals
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.link import GivenUpError, Link, Members
+from thinwire.collectives.options import Options
 from thinwire.errors import PeerError, ThinwireError
 
 IDLE_CHECK = 1.0  # seconds between two looks whether the process group still exists
 GRACE = 1.0  # seconds that exchanges get to end when their group or the interpreter does
 PATIENCE = 10.0  # seconds that threads then have to close their connections, on a busy machine
 
-Job = Callable[[Link, timedelta], None]
+
+class Runnable(Protocol):
+    """What a channel carries out; see `thinwire.collectives.exchange.Exchange`."""
+
+    handle: Handle
+    options: Options
+
+    def run(self, link: Link, limit: timedelta) -> None: ...
+
+
+class Pair(NamedTuple):
+    """Two members of a group, and a tag: each such pair has a channel of its own."""
+
+    sender: int
+    receiver: int
+    tag: int
 
 
 class Channel:
@@ -36,9 +53,9 @@ class Channel:
         self.members = members
         self.pid = os.getpid()
         self.count = 0  # exchanges submitted so far: equal on all ranks of a sound program
-        self.noted: set[Any] = set()  # choices already logged
+        self.logged: set[tuple[str, str]] = set()  # choices of collectives
         self._alive = alive
-        self._jobs: queue.SimpleQueue[tuple[Handle, Job, timedelta] | None] = queue.SimpleQueue()
+        self._exchanges: queue.SimpleQueue[Runnable | None] = queue.SimpleQueue()
         self._link: Link | None = None
         self._end: float | None = None  # when to give up, once that is known
         self._lost: str | None = None
@@ -49,19 +66,19 @@ class Channel:
         )
         self._thread.start()
 
-    def submit(self, handle: Handle, job: Job, timeout: timedelta | None) -> None:
-        """Queue a job; `handle` ends when it has ended."""
+    def submit(self, exchange: Runnable) -> None:
+        """Queue an exchange; its handle ends when it has ended."""
         with self._lock:
             if self._end is not None:
                 raise PeerError("the process group has been destroyed")
             self.count += 1
-            self._jobs.put((handle, job, timeout or self.members.timeout))
+            self._exchanges.put(exchange)
 
     def close(self) -> None:
         """Let the thread end; what was submitted gets a moment to end before it."""
         if self._end is None:
             self._end = time.monotonic() + GRACE
-        self._jobs.put(None)
+        self._exchanges.put(None)
 
     def join(self, timeout: float) -> None:
         """Wait for the thread."""
@@ -83,7 +100,7 @@ class Channel:
     def _run(self) -> None:
         while True:
             try:
-                item = self._jobs.get(timeout=IDLE_CHECK)
+                item = self._exchanges.get(timeout=IDLE_CHECK)
             except queue.Empty:
                 if self._alive():
                     continue
@@ -91,15 +108,16 @@ class Channel:
                 break
             if item is None:
                 break
-            self._carry_out(*item)
-            del item  # the job holds tensors
+            self._carry_out(item)
+            del item  # it holds tensors
         if self._link is not None:
             self._link.close(farewell=True)
 
-    def _carry_out(self, handle: Handle, job: Job, timeout: timedelta) -> None:
+    def _carry_out(self, exchange: Runnable) -> None:
+        handle = exchange.handle
         error: BaseException | None = None
         try:
-            self._do(handle, job, timeout)
+            self._run_exchange(exchange)
         except GivenUpError:
             error = PeerError("given up: the process group or the interpreter has ended")
         except BaseException as caught:
@@ -107,10 +125,11 @@ class Channel:
         if isinstance(error, PeerError) and self._link is not None and self._link.closed:
             self._lost = str(error)
         handle.account.lost = self._lost is not None
-        handle.end(error)
+        handle._end(error)
         error = None  # its traceback holds this frame, and with it the process group
 
-    def _do(self, handle: Handle, job: Job, timeout: timedelta) -> None:
+    def _run_exchange(self, exchange: Runnable) -> None:
+        timeout = exchange.options.timeout or self.members.timeout
         if self._given_up():
             raise GivenUpError
         if self._lost is not None:
@@ -122,14 +141,14 @@ class Channel:
                 self._lost = str(error)
                 raise
         link = self._link
-        before = (link.bytes_sent, link.bytes_received, link.wire_bytes)
+        before = (link.bytes_sent, link.bytes_received, link.network_bytes)
         try:
-            job(link, timeout)
+            exchange.run(link, timeout)
         finally:
-            account = handle.account
+            account = exchange.handle.account
             account.bytes_sent = link.bytes_sent - before[0]
             account.bytes_received = link.bytes_received - before[1]
-            account.wire_bytes = link.wire_bytes - before[2]
+            account.network_bytes = link.network_bytes - before[2]
 
 
 # Whose threads have not been seen to end. A thread that is about to end still runs destructors of
@@ -140,17 +159,19 @@ _channels = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def process_group(group: Any) -> Any:
+def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group meant: the default one for None."""
     if not dist.is_initialized():
         raise RuntimeError("call torch.distributed.init_process_group first")
     group = dist.group.WORLD if group is None else group
-    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+    if group is outside or dist.get_rank(group) < 0:
         raise ValueError("this rank does not belong to the group")
+    assert group is not None, "torch.distributed is initialized"
     return group
 
 
-def place_of(group: Any, rank: int) -> int:
+def place_of(group: dist.ProcessGroup, rank: int) -> int:
     """A global rank's place in a group."""
     ranks = dist.get_process_group_ranks(group)
     if rank not in ranks:
@@ -158,34 +179,27 @@ def place_of(group: Any, rank: int) -> int:
     return ranks.index(rank)
 
 
-def channel_of(
-    group: Any, device: torch.device, between: tuple[int, int, int] | None = None
-) -> Channel:
+def channel_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None = None) -> Channel:
     """The channel of a process group for tensors on a device, made when first asked for.
 
     Args:
         group: as from `process_group`.
         device: of the tensors; groups may have different backends for CPU and CUDA.
-        between: (sender, receiver, tag) for a channel between two members of the group alone.
+        pair: for a channel between two members of the group alone.
     """
     ranks = dist.get_process_group_ranks(group)
     index = dist.get_rank(group)
     name = f"{group.group_name}/{device.type}"
-    if between is not None:
-        sender, receiver, tag = between
-        name += f"/{sender}-{receiver}/{tag}"
-        index = (sender, receiver).index(index)
-        ranks = [ranks[sender], ranks[receiver]]
+    if pair is not None:
+        name += f"/{pair.sender}-{pair.receiver}/{pair.tag}"
+        index = (pair.sender, pair.receiver).index(index)
+        ranks = [ranks[pair.sender], ranks[pair.receiver]]
     with _lock:
         own = _channels.setdefault(group, {})
         found = own.get(name)
         if found is None or found.ended or found.pid != os.getpid():
-            backend = group._get_backend(torch.device(device.type))
-            store = dist.distributed_c10d._get_process_group_store(group)
-            timeout = getattr(backend.options, "_timeout", dist.default_pg_timeout)
-            devices = getattr(backend.options, "_devices", None)
-            kind = backend.name()
-            members = Members(name, tuple(ranks), index, store, kind, devices, timeout)
+            backend = torch_internals.backend_of(group, device)
+            members = Members(name, tuple(ranks), index, backend)
             reference = weakref.ref(group)
             found = own[name] = Channel(members, lambda: _exists(reference))
             _running[:] = [each for each in _running if not each.ended] + [found]

@@ -1,4 +1,4 @@
-"""Which collective carries a call: `auto` decides by the bytes that each would move."""
+"""Which collective carries a reduction: `auto` decides by the bytes that each would move."""
 
 from thinwire.compressors import Compressor, Joint
 

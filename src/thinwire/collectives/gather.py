@@ -11,114 +11,124 @@ rounds over slices of the tensors, each slice compressed on its own; the sums gr
 step 5 comes after the last round, so that a failure in between changes nothing.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from thinwire.collectives.algorithm import Algorithm
 from thinwire.collectives.memory import rounds_for
 from thinwire.collectives.message import bundle, unbundle
-from thinwire.collectives.talk import Said, Talk
-from thinwire.collectives.work import Part, Work, share
+from thinwire.collectives.reduction import Part
+from thinwire.collectives.transport import Record, Transport
 from thinwire.frames import Payload
 from thinwire.frames.payload import add_all
 
 
-class _Ready(NamedTuple):
-    """A slice that was drafted and announced."""
+@dataclass
+class _Slice:
+    """The same stretch of every tensor, drafted."""
 
     parts: list[Part]
     payloads: list[Payload]
     message: Tensor
-    said: list[Said]  # length, non-finite, rounds, limit
+
+    @property
+    def non_finite(self) -> bool:
+        return any(payload.non_finite for payload in self.payloads)
 
 
-def gather(talk: Talk, work: Work) -> None:
-    with talk.preparing():
-        rounds = rounds_for(work, talk.members.size)
-    ready = _announce(talk, work, 0, rounds, work.limit)
-    said = ready.said
-    agreed = _agree(talk, work, said)
-    if any(one.numbers[2] != agreed for one in said):
-        del ready  # what did not fit
-        rounds = agreed
-        ready = _announce(talk, work, 0, rounds, None)
-    if rounds == 1 and all(part.real == part.x.dtype for part in work.parts):
-        _at_once(talk, work, ready)
-    else:
-        _in_rounds(talk, work, ready, rounds)
+class Gather(Algorithm):
+    def prepare(self) -> None:
+        self._rounds = rounds_for(self.reduction, self.size)
+        self._first = self._draft(0)
+        # What `finish` writes: all payloads of the tensors at once, or sums made round by round.
+        self._received: list[list[Payload]] = []
+        self._sums: list[tuple[Part, Payload, Tensor]] = []
 
+    def exchange(self, transport: Transport) -> None:
+        records = self._announce(transport, self._first, self.reduction.max_bytes)
+        agreed = self._agree(transport, records)
+        if any(record.numbers[2] != agreed for record in records):
+            self._rounds = agreed
+            del self._first  # what did not fit
+            with transport.preparing():
+                self._first = self._draft(0)
+            records = self._announce(transport, self._first, None)
+        if self._at_once:
+            self._received = self._receive(transport, self._first, records)
+            self.finite = not any(record.numbers[1] for record in records)
+        else:
+            self._go_in_rounds(transport, records)
 
-def _announce(talk: Talk, work: Work, turn: int, rounds: int, limit: int | None) -> _Ready:
-    with talk.preparing():
-        parts = [_slice(part, turn, rounds) for part in work.parts]
-        payloads = [part.draft(work.compressor) for part in parts]
-        message = bundle(payloads)
-    bad = any(payload.non_finite for payload in payloads)
-    said = talk.meet([message.numel(), bad, rounds, limit or 0])
-    return _Ready(parts, payloads, message, said)
+    def finish(self) -> None:
+        if not self._at_once:
+            for part, payload, total in self._sums:
+                if self.finite:
+                    part.settle(self.compressor, payload)
+                part.x.copy_(total)
+            return
+        if self.finite:
+            for part, payload in zip(self._first.parts, self._first.payloads, strict=True):
+                part.settle(self.compressor, payload)
+        for i, part in enumerate(self._first.parts):
+            add_all([theirs[i] for theirs in self._received], part.x, self.weight, fresh=True)
 
+    @property
+    def _at_once(self) -> bool:
+        """Whether payloads are added to the tensors themselves."""
+        whole = all(part.real == part.x.dtype for part in self.reduction.parts)
+        return self._rounds == 1 and whole
 
-def _agree(talk: Talk, work: Work, said: list[Said]) -> int:
-    """The number of rounds that satisfies everybody, now that real lengths are known."""
-    wanted = [one.numbers[2] for one in said]
-    if any(one.numbers[3] for one in said):
-        with talk.preparing():
-            frame = max(one.numbers[0] * one.numbers[2] for one in said)
-            mine = rounds_for(work, talk.members.size, frame)
-        wanted += [one.numbers[0] for one in talk.meet([mine])]
-    return max(wanted)
+    def _draft(self, number: int) -> _Slice:
+        parts = [self._stretch(part, number) for part in self.reduction.parts]
+        payloads = [part.draft(self.compressor) for part in parts]
+        return _Slice(parts, payloads, bundle(payloads))
 
+    def _stretch(self, part: Part, number: int) -> Part:
+        return part if self._rounds == 1 else part.shard(number, self._rounds)
 
-def _receive(talk: Talk, work: Work, ready: _Ready) -> list[list[Payload]]:
-    """The payloads of all members, opened and checked."""
-    messages = talk.gather(ready.message, [one.numbers[0] for one in ready.said])
-    with talk.clock("decode"):
-        extents = [part.extent for part in ready.parts]
-        return [unbundle(m, extents, work.compressor.fingerprint) for m in messages]
+    def _announce(self, transport: Transport, own: _Slice, limit: int | None) -> list[Record]:
+        return transport.meet([own.message.numel(), own.non_finite, self._rounds, limit or 0])
 
+    def _agree(self, transport: Transport, records: list[Record]) -> int:
+        """The number of rounds that satisfies everybody, now that real lengths are known."""
+        wanted = [record.numbers[2] for record in records]
+        if any(record.numbers[3] for record in records):
+            with transport.preparing():
+                frame = max(record.numbers[0] * record.numbers[2] for record in records)
+                own = rounds_for(self.reduction, self.size, frame)
+            wanted += [record.numbers[0] for record in transport.meet([own])]
+        return max(wanted)
 
-def _at_once(talk: Talk, work: Work, ready: _Ready) -> None:
-    received = _receive(talk, work, ready)
-    talk.account.finite = not any(one.numbers[1] for one in ready.said)
-    with talk.clock("decode"):
-        if talk.account.finite:
-            for part, payload in zip(ready.parts, ready.payloads, strict=True):
-                part.settle(work.compressor, payload)
-        for i, part in enumerate(ready.parts):
-            add_all([theirs[i] for theirs in received], part.x, work.weight, fresh=True)
+    def _receive(
+        self, transport: Transport, own: _Slice, records: list[Record]
+    ) -> list[list[Payload]]:
+        """The payloads of all members, opened and checked."""
+        messages = transport.gather(own.message, [record.numbers[0] for record in records])
+        with transport.clock("decode"):
+            extents = [part.extent for part in own.parts]
+            return [unbundle(m, extents, self.compressor.fingerprint) for m in messages]
 
-
-def _in_rounds(talk: Talk, work: Work, ready: _Ready, rounds: int) -> None:
-    own: list[tuple[Part, Payload, Tensor]] = []
-    sound = True
-    for turn in range(rounds):
-        if turn:
-            ready = _announce(talk, work, turn, rounds, None)
-        sound = sound and not any(one.numbers[1] for one in ready.said)
-        received = _receive(talk, work, ready)
-        ready = ready._replace(message=ready.message[:0])
-        with talk.clock("decode"):
-            for i, (part, payload) in enumerate(zip(ready.parts, ready.payloads, strict=True)):
-                total = part.x.new_empty(part.x.numel(), dtype=part.real)
-                add_all([theirs[i] for theirs in received], total, work.weight, fresh=True)
-                own.append((part, payload, total))
-        del received
-    with talk.clock("decode"):
+    def _go_in_rounds(self, transport: Transport, records: list[Record]) -> None:
+        own = self._first
+        for number in range(self._rounds):
+            if number:
+                with transport.preparing():
+                    own = self._draft(number)
+                records = self._announce(transport, own, None)
+            self.finite = self.finite and not any(record.numbers[1] for record in records)
+            received = self._receive(transport, own, records)
+            own.message = own.message[:0]
+            with transport.clock("decode"):
+                for i, (part, payload) in enumerate(zip(own.parts, own.payloads, strict=True)):
+                    total = part.x.new_empty(part.x.numel(), dtype=part.real)
+                    add_all([theirs[i] for theirs in received], total, self.weight, fresh=True)
+                    self._sums.append((part, payload, total))
+            del received
         # Sums beyond float16 are the same news as infinities in the tensors, and on all ranks.
-        sound = sound and all(_fits(total, part.x.dtype) for part, _, total in own)
-        talk.account.finite = sound
-        for part, payload, total in own:
-            if sound:
-                part.settle(work.compressor, payload)
-            part.x.copy_(total)
-
-
-def _slice(part: Part, turn: int, rounds: int) -> Part:
-    if rounds == 1:
-        return part
-    lo, hi = share(part.x.numel(), turn, rounds)
-    return part.cut(lo, hi, part.key.derive(turn))
+        fits = all(_fits(total, part.x.dtype) for part, _, total in self._sums)
+        self.finite = self.finite and fits
 
 
 def _fits(total: Tensor, dtype: torch.dtype) -> bool:

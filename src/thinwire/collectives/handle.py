@@ -15,13 +15,13 @@ class Account:
     Args:
         collective: the algorithm that was used.
         bytes_sent, bytes_received: by this rank, without any headers.
-        wire_bytes: bytes_sent with what gloo adds to each message: what TCP carries. The counter of
-            an Ethernet interface shows 66 bytes more for each packet of at most 1448.
+        network_bytes: bytes_sent with what gloo adds to each message: what TCP carries. The counter
+            of an Ethernet interface shows 66 bytes more for each packet of at most 1448.
         between_bytes: those of bytes_sent that went to another node, meetings apart; counted by
             the hierarchical collective, the only one that knows of nodes.
         finite: False if a rank's tensor held NaN or infinity, so that no residual was changed.
-            What travels as it is (NoCompression without a residual) is not looked at.
-        told: this rank could not go on, and all others know.
+            Uncompressed tensors (NoCompression without a residual) are not looked at.
+        announced: this rank could not go on, and all others were told.
         lost: the group has lost its connections; nothing more can be exchanged over it.
         seconds: where this rank's time went: "encode", "network" (waiting for others included)
             and "decode".
@@ -30,10 +30,10 @@ class Account:
     collective: str = ""
     bytes_sent: int = 0
     bytes_received: int = 0
-    wire_bytes: int = 0
+    network_bytes: int = 0
     between_bytes: int = 0
     finite: bool = True
-    told: bool = False
+    announced: bool = False
     lost: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -80,8 +80,8 @@ class Handle:
         if self._error is not None:
             raise self._error
 
-    def ended(self) -> None:
-        """Return when the exchange has ended, well or not."""
+    def wait_until_ended(self) -> None:
+        """Return when the exchange has ended, well or not; raises nothing."""
         self._ended.wait()
 
     def is_completed(self) -> bool:
@@ -113,7 +113,7 @@ class Handle:
                 return
         callback(self)
 
-    def end(self, error: BaseException | None = None) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         """Called once, by whoever carries out the exchange."""
         with self._lock:
             self._error = error

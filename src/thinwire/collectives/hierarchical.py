@@ -1,4 +1,4 @@
-"""hierarchical: sums inside nodes travel light, what goes between nodes is compressed.
+"""hierarchical: sums inside nodes are sent light, what goes between nodes is compressed.
 
 1. Draft payloads of x + r with the inner compressor for the owners of shards in this node; meet;
    all-to-all inside the node.
@@ -19,19 +19,29 @@ first node's owner keeps it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives.carry import carry
-from thinwire.collectives.layered import Held
+from thinwire.collectives.algorithm import Algorithm
+from thinwire.collectives.flat import algorithm_for, collective_for
 from thinwire.collectives.link import GivenUpError
+from thinwire.collectives.memory import (
+    MOST_ROUNDS,
+    Estimate,
+    Load,
+    Phase,
+    estimate,
+    kind_of,
+    largest,
+    refusal,
+)
 from thinwire.collectives.message import bundle, unbundle
-from thinwire.collectives.nodes import Layers
-from thinwire.collectives.talk import Side, Talk
+from thinwire.collectives.nodes import NodeLayout
+from thinwire.collectives.reduction import Part, Reduction
+from thinwire.collectives.transport import SubgroupTransport, Transport
 from thinwire.collectives.twoshot import settle_shards, sum_shards
-from thinwire.collectives.work import Part, Work, share
 from thinwire.compressors.base import narrow
 from thinwire.compressors.sparsifier import Selection, encode_selection, raw_values
 from thinwire.errors import MismatchError, PeerError
@@ -40,179 +50,300 @@ from thinwire.frames import Payload
 FEW = 4  # one in so many elements: below that, single elements are the shorter form
 
 
-def hierarchical(talk: Talk, work: Work, layers: Layers, between: str) -> None:
-    """`between` is the flat collective that goes between nodes."""
-    _Exchange(talk, work, layers, between).run()
+class Hierarchical(Algorithm):
+    """Args:
+    nodes: the members by node.
+    """
 
-
-class _Exchange:
-    def __init__(self, talk: Talk, work: Work, layers: Layers, between: str) -> None:
-        self.talk, self.work, self.layers, self.between = talk, work, layers, between
-        self.place = talk.members.index
-        self.number = layers.node_of(self.place)
-        self.node = layers.places[self.number]
-        self.me = self.node.index(self.place)
-        self.owner = self.me < layers.num_shards
-        self.inside = replace(work, compressor=layers.inner)
+    def __init__(self, reduction: Reduction, rank: int, size: int, nodes: NodeLayout) -> None:
+        super().__init__(reduction, rank, size)
+        self._nodes, self._inner = nodes, nodes.inner
+        self._node_number = nodes.node_of(rank)
+        self._node = nodes.places[self._node_number]
+        self._place = self._node.index(rank)  # inside the node
+        self._owner = self._place < nodes.num_shards
         # What is averaged as float16 is divided before it is summed: an average fits where a sum
         # may not.
-        half = any(part.x.dtype == torch.float16 for part in work.parts)
-        self.first = work.weight if half else 1.0
-        self.nothing = torch.empty(0, dtype=torch.uint8, device=talk.device)
+        half = any(part.x.dtype == torch.float16 for part in reduction.parts)
+        self._first_weight = reduction.weight if half else 1.0
+        self._between_bytes = 0
 
-    def run(self) -> None:
-        talk, count = self.talk, self.layers.num_shards
-        with talk.preparing():
-            shards = [[_shard(part, j, count) for part in self.work.parts] for j in range(count)]
-            sent = self._drafts(shards)
-            messages = [bundle(each) if each else self.nothing for each in sent]
-            bad = any(p.non_finite for each in sent for p in each)
-            bad = bad or (self.owner and not all(part.finite for part in shards[self.me]))
-        words = [0] * talk.members.size
-        for j, message in enumerate(messages):
-            words[self.node[j]] = message.numel()
-        said = talk.meet([bad], words)
-        if any(one.numbers[0] for one in said):
-            self._spoil()
-            return
-        received = self._swap(messages, [said[place].words[self.place] for place in self.node])
-        del messages
-        if not Held.keeps(self.work, self.layers):
-            sent = []
-        with talk.preparing():
-            outer = self._sums(shards[self.me], received) if self.owner else None
-        del received
-        results: list[Payload] = []
-        message = self.nothing
-        if outer is not None:
-            with self._telling():
-                self._exchange(outer)
-                if talk.account.finite:
-                    results = [self._result(part) for part in outer.parts]
-                    message = bundle(results)
-        bad = not talk.account.finite or any(p.non_finite for p in results)
-        said = talk.attend([bad, message.numel()])
-        if any(one.numbers[0] for one in said):
-            self._spoil()
-            return
-        lengths = [said[place].numbers[1] for place in self.node]
-        others = [self.nothing if j == self.me else message for j in range(len(self.node))]
-        lengths[self.me] = 0
-        received = self._swap(others, lengths)
-        with talk.preparing():
-            opened = [
-                results if j == self.me else self._opened(received[j], parts)
-                for j, parts in enumerate(shards)
-            ]
-        talk.meet()
-        with talk.clock("decode"):
-            self._settle(shards, sent, outer, results)
-            for parts, payloads in zip(shards, opened, strict=True):
-                for part, payload in zip(parts, payloads, strict=True):
-                    payload.restore(part.x)
+    @property
+    def between(self) -> str:
+        """The flat collective that goes between nodes."""
+        return between(self.reduction, self._nodes)
 
-    def _drafts(self, shards: list[list[Part]]) -> list[list[Payload]]:
-        """For each shard that somebody else of the node owns."""
-        return [
-            [] if j == self.me else [part.draft(self.layers.inner) for part in parts]
-            for j, parts in enumerate(shards)
+    @property
+    def between_bytes(self) -> int:
+        """What this rank sent to other nodes."""
+        return self._between_bytes
+
+    def prepare(self) -> None:
+        guard_nodes(self.reduction, self._nodes, self.rank, self.size)
+        count, parts = self._nodes.num_shards, self.reduction.parts
+        self._shards = [[part.shard(j, count) for part in parts] for j in range(count)]
+        self._sent = [
+            [] if j == self._place else [part.draft(self._inner) for part in shard]
+            for j, shard in enumerate(self._shards)
         ]
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._messages = [bundle(each) if each else self._nothing for each in self._sent]
+        self.finite = not any(p.non_finite for each in self._sent for p in each)
+        if self._owner:
+            own = self._shards[self._place]
+            self.finite = self.finite and all(part.finite for part in own)
+        self._sums: Reduction | None = None  # of the own shard, among its owners
+        self._results: list[Payload] = []
 
-    def _swap(self, messages: list[Tensor], lengths: list[int]) -> list[Tensor]:
-        """Inside the node: messages[j] to its j-th member, the first ones if there are fewer."""
-        if len(self.node) == 1:
-            return [self.nothing]
-        missing = len(self.node) - len(messages)
-        return Side(self.talk, self.node).swap(messages + [self.nothing] * missing, lengths)
+    def exchange(self, transport: Transport) -> None:
+        if self._sum_inside(transport):
+            message = self._sum_between(transport)
+            if self._spread_inside(transport, message):
+                transport.meet()
 
-    def _sums(self, own: list[Part], received: list[Tensor]) -> Work:
-        """The node's sums of the own shard, as a work among owners of the same shard."""
-        others = [message for j, message in enumerate(received) if j != self.me]
+    def _sum_inside(self, transport: Transport) -> bool:
+        """Steps 1 and 2; whether all is finite."""
+        words = [0] * self.size
+        for j, message in enumerate(self._messages):
+            words[self._node[j]] = message.numel()
+        records = transport.meet([not self.finite], words)
+        self.finite = not any(record.numbers[0] for record in records)
+        if not self.finite:
+            return False
+        lengths = [records[place].words[self.rank] for place in self._node]
+        received = self._swap(transport, self._messages, lengths)
+        self._messages = []
+        if not Held.keeps(self.reduction, self._nodes):
+            self._sent = []
+        with transport.preparing():
+            if self._owner:
+                self._sums = self._summed(received)
+        return True
+
+    def _summed(self, received: list[Tensor]) -> Reduction:
+        """The node's sums of the own shard, to be reduced among the owners of the same shard."""
+        own = self._shards[self._place]
+        others = [message for j, message in enumerate(received) if j != self._place]
         parts = []
-        for part, total in zip(own, sum_shards(self.inside, own, others), strict=True):
-            if self.first != 1:
-                total.mul_(self.first)
+        for part, total in zip(own, sum_shards(own, others, self._inner), strict=True):
+            if self._first_weight != 1:
+                total.mul_(self._first_weight)
             if part.r is None:
                 parts.append(Part(total.to(part.x.dtype), None, part.key))
             else:
                 x = narrow(total, part.x.dtype)
                 rest = torch.zeros_like(total) if x is total else total.sub_(x)
                 parts.append(Part(x, rest, part.key))
-        weight = self.work.weight / self.first
-        limit = self.work.limit
+        limit = self.reduction.max_bytes
         if limit is not None:
-            limit -= Held.of(self.work, self.layers, self.place).num_bytes
-        return Work(parts, self.work.compressor, weight, [], limit)
+            limit -= Held.of(self.reduction, self._nodes, self.rank).num_bytes
+        return Reduction(parts, self.compressor, self.weight / self._first_weight, limit)
 
-    def _exchange(self, outer: Work) -> None:
-        side = Side(self.talk, self.layers.owners(self.me))
-        before = side.link.bytes_sent
-        carry(self.between, side, outer)
-        self.talk.account.between_bytes = side.link.bytes_sent - before
+    def _sum_between(self, transport: Transport) -> Tensor:
+        """Step 3: the message with the results of the own shard."""
+        if self._sums is None:
+            return self._nothing
+        with self._announcing(transport):
+            owners = self._nodes.owners(self._place)
+            subgroup = SubgroupTransport(transport, owners)
+            before = subgroup.link.bytes_sent
+            flat = algorithm_for(self.between, self._sums, owners.index(self.rank), len(owners))
+            with subgroup.preparing():
+                flat.prepare()
+            flat.exchange(subgroup)
+            with transport.clock("decode"):
+                flat.finish()
+            self.finite = flat.finite
+            del flat  # and with it the payloads that went between nodes
+            self._between_bytes = subgroup.link.bytes_sent - before
+            if self.finite:
+                self._results = [self._result(part) for part in self._sums.parts]
+                return bundle(self._results)
+        return self._nothing
+
+    def _spread_inside(self, transport: Transport, message: Tensor) -> bool:
+        """Steps 4 and 5; whether all is finite."""
+        bad = not self.finite or any(p.non_finite for p in self._results)
+        records = transport.attend([bad, message.numel()])
+        self.finite = not any(record.numbers[0] for record in records)
+        if not self.finite:
+            return False
+        lengths = [records[place].numbers[1] for place in self._node]
+        lengths[self._place] = 0
+        others = [self._nothing if j == self._place else message for j in range(len(self._node))]
+        received = self._swap(transport, others, lengths)
+        fingerprint = self._inner.fingerprint
+        with transport.preparing():
+            self._opened = [
+                self._results
+                if j == self._place
+                else unbundle(received[j], [part.extent for part in shard], fingerprint)
+                for j, shard in enumerate(self._shards)
+            ]
+        return True
+
+    def _swap(
+        self, transport: Transport, messages: list[Tensor], lengths: list[int]
+    ) -> list[Tensor]:
+        """Inside the node: messages[j] to its j-th member, the first ones if there are fewer."""
+        if len(self._node) == 1:
+            return [self._nothing]
+        missing = len(self._node) - len(messages)
+        inside = SubgroupTransport(transport, self._node)
+        return inside.swap(messages + [self._nothing] * missing, lengths)
 
     def _result(self, part: Part) -> Payload:
-        inner, x = self.layers.inner, part.x
-        if self.work.compressor.sparse and x.numel():
+        x = part.x
+        if self.compressor.sparse and x.numel():
             there = x.nonzero().flatten()
             if FEW * there.numel() <= x.numel():
-                return _single(there, part, inner.fingerprint)
-        return inner.draft(x)
+                return _single_elements(there, part, self._inner.fingerprint)
+        return self._inner.draft(x)
 
-    def _opened(self, message: Tensor, parts: list[Part]) -> list[Payload]:
-        return unbundle(message, [p.extent for p in parts], self.layers.inner.fingerprint)
+    def finish(self) -> None:
+        if not self.finite:
+            self.fill_with_nan()
+            return
+        self._settle()
+        for shard, payloads in zip(self._shards, self._opened, strict=True):
+            for part, payload in zip(shard, payloads, strict=True):
+                payload.restore(part.x)
 
-    def _settle(
-        self,
-        shards: list[list[Part]],
-        sent: list[list[Payload]],
-        outer: Work | None,
-        results: list[Payload],
-    ) -> None:
-        if sent:
-            settle_shards(self.inside, shards, sent)
+    def _settle(self) -> None:
+        if self._sent:
+            settle_shards(self._shards, self._sent, self._inner)
         else:
-            for part in (part for j, parts in enumerate(shards) if j != self.me for part in parts):
+            others = [shard for j, shard in enumerate(self._shards) if j != self._place]
+            for part in (part for shard in others for part in shard):
                 if part.r is not None:
                     part.r.zero_()
-        if outer is None:
+        if self._sums is None:
             return
-        rounded = self.number == 0 and self.layers.remembers and not self.layers.inner.lossless
-        for part, done, result in zip(shards[self.me], outer.parts, results, strict=True):
+        rounded = self._nodes.remembers and not self._inner.lossless and self._node_number == 0
+        own = self._shards[self._place]
+        for part, done, result in zip(own, self._sums.parts, self._results, strict=True):
             if part.r is not None and done.r is not None:
-                torch.div(done.r, self.first, out=part.r)
+                torch.div(done.r, self._first_weight, out=part.r)
                 if rounded:
                     left = done.x.to(done.r.dtype, copy=True)
                     result.add_to(left, -1.0)
-                    part.r.add_(left, alpha=1.0 / self.work.weight)
-
-    def _spoil(self) -> None:
-        """A value is not finite somewhere."""
-        self.talk.account.finite = False
-        for part in self.work.parts:
-            part.x.fill_(torch.nan)
+                    part.r.add_(left, alpha=1.0 / self.weight)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """For an exchange of some: what ends it here, and was not told yet, is told to all."""
+    def _announcing(self, transport: Transport) -> Iterator[None]:
+        """For an exchange of some: what ends it here, and was not announced yet, all are told."""
         try:
             yield
         except (GivenUpError, MismatchError, PeerError):
             raise  # all have got the same, or the connections are gone
         except Exception as error:
-            if not self.talk.account.told:
-                self.talk.tell(error)
+            if not transport.account.announced:
+                transport.announce(error)
             raise
 
 
-def _shard(part: Part, index: int, count: int) -> Part:
-    return part.cut(*share(part.x.numel(), index, count), part.key.derive(index))
-
-
-def _single(there: Tensor, part: Part, fingerprint: int) -> Payload:
-    """The elements at these positions, as they are, in the name of the inner compressor."""
+def _single_elements(there: Tensor, part: Part, fingerprint: int) -> Payload:
+    """The elements at these positions, uncompressed, in the name of the inner compressor."""
     chosen = Selection(there, part.x[there])
     encoded = encode_selection(chosen, part.extent, part.key, raw_values)
     assert encoded is not None
     code, sections, known = encoded
     shape, device = part.x.shape, part.x.device
     return Payload(code, part.x.dtype, shape, sections, device, False, fingerprint, known)
+
+
+def between(reduction: Reduction, nodes: NodeLayout) -> str:
+    """The flat collective that goes between nodes."""
+    return collective_for(reduction, len(nodes.places), 1 / nodes.num_shards)
+
+
+# Memory: what a member holds, and a limit above which the exchange is refused.
+
+
+class Held(NamedTuple):
+    """What a member holds while sums go between nodes.
+
+    Args:
+        payloads: bytes of the inner payloads it has sent, until residuals are brought up to date.
+        sums: bytes of the node's sum of its shard, and of what is not sent of it.
+    """
+
+    payloads: float
+    sums: float
+
+    @classmethod
+    def of(cls, reduction: Reduction, nodes: NodeLayout, rank: int) -> "Held":
+        inner = Load.of(reduction.parts, nodes.inner)
+        sent, own = _shares(nodes, rank)
+        kept = sent * inner.draft if cls.keeps(reduction, nodes) else 0.0
+        remembered = inner.sums if reduction.has_residual else 0.0
+        wide = inner.dense if inner.converted else inner.sums
+        return cls(kept, own * (wide + remembered))
+
+    @staticmethod
+    def keeps(reduction: Reduction, nodes: NodeLayout) -> bool:
+        """Whether the payloads sent inside are needed again: they may have left something out."""
+        parts = reduction.parts
+        exact = nodes.inner.lossless and all(part.real == part.x.dtype for part in parts)
+        return nodes.remembers and not exact and reduction.has_residual
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.payloads + self.sums)
+
+    @property
+    def phase(self) -> Phase:
+        return {"payloads kept": self.payloads, "the node's sum": self.sums}
+
+
+def guard_nodes(reduction: Reduction, nodes: NodeLayout, rank: int, size: int) -> None:
+    """Refuse an exchange that would take more than the limit on this rank."""
+    limit = reduction.max_bytes
+    if limit is None:
+        return
+    rounds, need = 1, estimate_nodes(reduction, nodes, rank)
+    while need.num_bytes > limit and rounds < MOST_ROUNDS:
+        rounds *= 2
+        need = estimate_nodes(reduction, nodes, rank, rounds)
+    if need.num_bytes > limit:
+        raise refusal("hierarchical", need, limit, size)
+
+
+def estimate_nodes(reduction: Reduction, nodes: NodeLayout, rank: int, rounds: int = 1) -> Estimate:
+    """Peak extra bytes on one rank, with so many rounds between nodes if "gather" goes there."""
+    return largest(_phases(reduction, nodes, rank, rounds))
+
+
+def _shares(nodes: NodeLayout, rank: int) -> tuple[float, float]:
+    """Of the tensor: what a member sends to owners in its node, and what it owns."""
+    node, count = nodes.places[nodes.node_of(rank)], nodes.num_shards
+    own = 1 / count if node.index(rank) < count else 0.0
+    return 1 - own, own
+
+
+def _phases(reduction: Reduction, nodes: NodeLayout, rank: int, rounds: int) -> list[Phase]:
+    inner = Load.of(reduction.parts, nodes.inner)
+    outer = Load.of(reduction.parts, reduction.compressor)
+    held = Held.of(reduction, nodes, rank)
+    sent, own = _shares(nodes, rank)
+    others = len(nodes.places[nodes.node_of(rank)]) - 1
+    count = nodes.num_shards
+    drafts = {"payloads of shards": sent * inner.draft}
+    received = {"received": others * own * inner.frame}
+    # A sparse result has at most the elements that all nodes have sent.
+    frame, draft = inner.frame, inner.draft
+    if reduction.compressor.sparse:
+        frame = min(frame, len(nodes.places) * outer.frame)
+        draft = min(draft, len(nodes.places) * outer.draft)
+    result = {"result": own * (draft + frame), "copies": others * own * frame}
+    phases: list[Phase] = [
+        drafts | {"encoding": inner.passing / count, "messages": sent * inner.frame},
+        drafts | {"messages, joined": 2 * sent * inner.frame} | received,
+        received | {"opened": others * own * inner.opened} | held.phase,
+        held.phase | result | {"results": sent * frame},
+    ]
+    if own:
+        collective = kind_of(between(reduction, nodes), reduction)
+        middle = estimate(collective, outer.part(own), len(nodes.places), rounds)
+        phases.append(held.phase | dict(middle.items))
+    return phases

@@ -1,7 +1,7 @@
 """joint: averages of small matrices, for compressors that all ranks find together.
 
-1. See every tensor's x + r as a matrix, as the compressor says; what it does not see as one travels
-   as it is, in the first sum.
+1. See every tensor's x + r as a matrix, as the compressor says; what it does not see as one goes
+   uncompressed into the first sum.
 2. As often as the compressor asks: meet, then all-reduce what it wants averaged, of all tensors in
    one piece.
 3. Tensor <- weight * size * the approximated mean; residual <- what this rank has not given to it.
@@ -16,51 +16,78 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.talk import Talk
-from thinwire.collectives.work import Part, Work
+from thinwire.collectives.algorithm import Algorithm
+from thinwire.collectives.reduction import Part
+from thinwire.collectives.transport import Transport
 from thinwire.compressors.joint import Joint, Seen
 
 
-def joint(talk: Talk, work: Work) -> None:
-    compressor = work.compressor
-    assert isinstance(compressor, Joint)
-    size = talk.members.size
-    with talk.preparing():
-        views = [_view(part, compressor, recall) for part, recall in work.recalled()]
-        seen = [view for view in views if isinstance(view, Seen)]
-        plain = [view for view in views if isinstance(view, Tensor)]
-        search = compressor.find(seen)
-        wanted = [*next(search), *plain]
+class JointSearch(Algorithm):
+    def prepare(self) -> None:
+        compressor, parts = self.compressor, self.reduction.parts
+        assert isinstance(compressor, Joint)
+        recalled = self.reduction.recalled
+        # Nothing is found again if nobody keeps it.
+        self._recalled = [{} for _ in parts] if recalled is None else recalled
+        self._views = [
+            _view(part, compressor, recall)
+            for part, recall in zip(parts, self._recalled, strict=True)
+        ]
+        self._seen = [view for view in self._views if isinstance(view, Seen)]
+        self._num_sums = compressor.num_sums
+        self._search = compressor.find(self._seen)
+        uncompressed = [view for view in self._views if isinstance(view, Tensor)]
+        self._wanted = [*next(self._search), *uncompressed]
         # Not to be seen in the products: a library may skip what is multiplied by zero.
-        sound = all(part.finite for part in work.parts)
-    said = talk.meet([not sound])
-    if any(one.numbers[0] for one in said):
-        talk.account.finite = False
-        for part in work.parts:
-            part.x.fill_(torch.nan)
-        return
-    means = _averages(talk, wanted, size)
-    plain = means[len(seen) :]
-    for _ in range(compressor.num_sums - 1):
-        if not _all_finite(means):
-            break
-        with talk.preparing():
-            wanted = search.send(means[: len(seen)])
-        talk.meet()
-        means = _averages(talk, wanted, size)
-    if not _all_finite(means):  # too large to be multiplied; all ranks see the same
-        talk.account.finite = False
-        for part in work.parts:
-            part.x.fill_(torch.nan)
-        return
-    with talk.clock("decode"):
+        self.finite = all(part.finite for part in parts)
+
+    def exchange(self, transport: Transport) -> None:
+        records = transport.meet([not self.finite])
+        self.finite = not any(record.numbers[0] for record in records)
+        if not self.finite:
+            return
+        count = len(self._seen)
+        means = _averages(transport, self._wanted, self.size)
+        self._exact = means[count:]
+        for _ in range(self._num_sums - 1):
+            if not _all_finite(means):
+                break
+            with transport.preparing():
+                wanted = self._search.send(means[:count])
+            transport.meet()
+            means = _averages(transport, wanted, self.size)
+        self.finite = _all_finite(means)  # or too large to be multiplied; all ranks see the same
+        if self.finite:
+            with transport.clock("decode"):
+                self._results = self._last(means[:count])
+
+    def _last(self, means: list[Tensor]) -> list[Tensor]:
         try:
-            search.send(means[: len(seen)])
+            self._search.send(means)
         except StopIteration as end:
             results: list[Tensor] = end.value
-        else:
-            raise AssertionError(f"{compressor} asks for more sums than it said")
-        _write(work, views, results, plain, work.weight * size)
+            return results
+        raise AssertionError(f"{self.compressor} asks for more sums than it said")
+
+    def finish(self) -> None:
+        if not self.finite:
+            self.fill_with_nan()
+            return
+        weight = self.weight * self.size
+        found, exact = iter(self._results), iter(self._exact)
+        parts = self.reduction.parts
+        for part, recall, view in zip(parts, self._recalled, self._views, strict=True):
+            n = part.x.numel()
+            if isinstance(view, Seen):
+                result, left = next(found).reshape(-1)[:n], view.matrix.reshape(-1)[:n]
+                recall.update(view.recall)
+                if part.r is not None:
+                    part.r.copy_(left)
+            else:
+                result = next(exact)
+                if part.r is not None:
+                    part.r.zero_()
+            part.x.copy_(result.mul_(weight) if weight != 1 else result)
 
 
 def _view(part: Part, compressor: Joint, recall: dict[str, Tensor]) -> Seen | Tensor:
@@ -81,10 +108,10 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
-def _averages(talk: Talk, tensors: Sequence[Tensor], size: int) -> list[Tensor]:
+def _averages(transport: Transport, tensors: Sequence[Tensor], size: int) -> list[Tensor]:
     """The means over ranks, those of one type summed in one piece."""
     totals = {
-        dtype: talk.reduce(
+        dtype: transport.reduce(
             torch.cat([t.reshape(-1) for t in tensors if t.dtype == dtype]), dist.ReduceOp.SUM
         ).div_(size)
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
@@ -94,25 +121,3 @@ def _averages(talk: Talk, tensors: Sequence[Tensor], size: int) -> list[Tensor]:
         mean, totals[tensor.dtype] = totals[tensor.dtype].tensor_split([tensor.numel()])
         means.append(mean.view(tensor.shape))
     return means
-
-
-def _write(
-    work: Work,
-    views: Sequence[Seen | Tensor],
-    results: Sequence[Tensor],
-    plain: Sequence[Tensor],
-    weight: float,
-) -> None:
-    found, exact = iter(results), iter(plain)
-    for (part, recall), view in zip(work.recalled(), views, strict=True):
-        n = part.x.numel()
-        if isinstance(view, Seen):
-            result, left = next(found).reshape(-1)[:n], view.matrix.reshape(-1)[:n]
-            recall.update(view.recall)
-            if part.r is not None:
-                part.r.copy_(left)
-        else:
-            result = next(exact)
-            if part.r is not None:
-                part.r.zero_()
-        part.x.copy_(result.mul_(weight) if weight != 1 else result)

@@ -1,18 +1,16 @@
 """The connections of one group, for exchanges of plain bytes and sums.
 
 A link is a process group of its own over the same ranks, so that nothing here can get mixed up with
-the collectives that the user's program runs at the same time. For gloo it is made directly from
-the group's store: `torch.distributed.new_group` would need every rank of the world, and names the
-new group by how many groups a rank has, which need not be the same everywhere.
+the collectives that the user's program runs at the same time.
 
-A branch connects some of the members alone. It belongs to its link: what it moves counts there, and
-whoever loses one of them loses all, so that members who wait elsewhere learn of it.
+The link of a subgroup connects some of the members alone. It belongs to the link of all: what it
+moves counts there, and whoever loses one of them loses all, so that members who wait elsewhere
+learn of it.
 
 Everything waits in short steps, so that a thread that waits can be told to give up: a thread that
 sits inside torch when the interpreter ends takes the process down with a crash.
 """
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire import torch_internals
 from thinwire.collectives.watch import Watch
 from thinwire.errors import PeerError
+from thinwire.torch_internals import Backend
 
-c10d: Any = dist.distributed_c10d  # options of single calls are not part of the typed interface
 STEP = timedelta(milliseconds=50)
 MOST_KEPT = 1 << 28  # bytes
 MESSAGE = 96  # bytes that gloo adds to a message: its own header and that of the answer, measured
@@ -43,10 +42,12 @@ class Members:
     name: str  # the same on all members, different for every link over one store
     ranks: tuple[int, ...]  # global ranks, in the group's order
     index: int  # this process's place in `ranks`
-    store: Any
-    backend: str  # of the process group, for this kind of device
-    devices: Any  # gloo's network devices
-    timeout: timedelta  # unless a call says otherwise
+    backend: Backend  # of the process group, for this kind of device
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long to wait for others, unless a call says otherwise."""
+        return self.backend.timeout
 
     @property
     def size(self) -> int:
@@ -60,7 +61,7 @@ class Link:
         members: who takes part.
         limit: how long to wait for them to come.
         stopped: asked while waiting; when it says True, `GivenUpError` is raised.
-        root: the link that this is a branch of.
+        whole: the link of all, of which these are some.
     """
 
     def __init__(
@@ -68,18 +69,18 @@ class Link:
         members: Members,
         limit: timedelta,
         stopped: Callable[[], bool],
-        root: "Link | None" = None,
+        whole: "Link | None" = None,
     ) -> None:
         self.members = members
         self.bytes_sent = 0
         self.bytes_received = 0
-        self.wire_bytes = 0
+        self.network_bytes = 0
         self._stopped = stopped
-        self._room: Tensor | None = None
-        self._waits_in_steps = members.backend == "gloo"
+        self._scratch: Tensor | None = None
+        self._waits_in_steps = members.backend.name == "gloo"
         self._watch: Watch | None = None
-        self._root = root
-        self._branches: dict[tuple[int, ...], Link] = {}
+        self._whole = whole
+        self._subgroups: dict[tuple[int, ...], Link] = {}
         try:
             self._group: Any = self._connect(limit)
         except RuntimeError as error:
@@ -87,12 +88,12 @@ class Link:
                 f"could not connect to all of ranks {members.ranks}: {error}"
             ) from error
 
-    def branch(self, places: tuple[int, ...], limit: timedelta) -> "Link":
+    def subgroup(self, places: tuple[int, ...], limit: timedelta) -> "Link":
         """The connections of some members alone, in this order; made when first asked for.
 
         All of them must ask, and then wait for each other at most `limit`.
         """
-        if places not in self._branches:
+        if places not in self._subgroups:
             whole = self.members
             members = replace(
                 whole,
@@ -101,21 +102,19 @@ class Link:
                 index=places.index(whole.index),
             )
             try:
-                self._branches[places] = Link(members, limit, self._stopped, self)
+                self._subgroups[places] = Link(members, limit, self._stopped, whole=self)
             except PeerError:
                 self.close()
                 raise
-        return self._branches[places]
+        return self._subgroups[places]
 
     def all_gather(self, mine: Tensor, limit: timedelta) -> Tensor:
         """The members' tensors, all of one length, one after the other."""
         size = self.members.size
         out = mine.new_empty(size * mine.numel())
-        options = c10d.AllgatherOptions()
-        options.timeout = limit
         moved = (size - 1) * mine.nbytes
         self._count(moved, moved, 2 * (size - 1))
-        self._finish(self._group._allgather_base(out, mine, options), limit)
+        self._finish(torch_internals.all_gather(self._group, out, mine, limit), limit)
         return out
 
     def all_to_all(
@@ -123,48 +122,40 @@ class Link:
     ) -> Tensor:
         """sent[j] elements to member j, received[j] from it, in the members' order."""
         out = outgoing.new_empty(sum(received))
-        options = c10d.AllToAllOptions()
-        options.timeout = limit
         own, width = self.members.index, outgoing.dtype.itemsize
         others = self.members.size - 1
         self._count(
             width * (sum(sent) - sent[own]), width * (sum(received) - received[own]), others
         )
-        work = self._group.alltoall_base(out, outgoing, list(received), list(sent), options)
-        self._finish(work, limit)
+        pending = torch_internals.all_to_all(self._group, out, outgoing, received, sent, limit)
+        self._finish(pending, limit)
         return out
 
     def all_reduce(self, tensor: Tensor, op: Any, limit: timedelta) -> None:
         """The backend's own reduction, in place."""
         size = self.members.size
-        options = c10d.AllreduceOptions()
-        options.timeout = limit
-        options.reduceOp = op
         moved = 2 * (size - 1) * tensor.nbytes // size
         self._count(moved, moved, 4 * (size - 1))
-        self._finish(self._group.allreduce([tensor], options), limit)
+        self._finish(torch_internals.all_reduce(self._group, tensor, op, limit), limit)
 
     def broadcast(self, tensor: Tensor, root: int, limit: timedelta) -> None:
         """The root's content for all, in place; down a binomial tree."""
         size = self.members.size
-        options = c10d.BroadcastOptions()
-        options.timeout = limit
-        options.rootRank = root
         place = (self.members.index - root) % size
         children = _children(place, size)
         self._count(children * tensor.nbytes, tensor.nbytes if place else 0, children)
-        self._finish(self._group.broadcast([tensor], options), limit)
+        self._finish(torch_internals.broadcast(self._group, tensor, root, limit), limit)
 
-    def room(self, like: Tensor) -> Tensor:
+    def scratch(self, like: Tensor) -> Tensor:
         """Memory of a tensor's length and type, valid until the next call of this.
 
         Kept from one exchange to the next: fresh memory of this size costs more than copying.
         """
         if like.nbytes > MOST_KEPT:
             return torch.empty_like(like)
-        if self._room is None or self._room.numel() < like.nbytes:
-            self._room = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
-        return self._room[: like.nbytes].view(like.dtype)
+        if self._scratch is None or self._scratch.numel() < like.nbytes:
+            self._scratch = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
+        return self._scratch[: like.nbytes].view(like.dtype)
 
     @property
     def closed(self) -> bool:
@@ -172,31 +163,31 @@ class Link:
 
     def close(self, farewell: bool = False) -> None:
         """Close the connections: whoever waits for this rank learns of it at once."""
-        if self._root is not None:
-            self._root.close(farewell)
+        if self._whole is not None:
+            self._whole.close(farewell)
             return
         self._group = None
-        for branch in self._branches.values():
-            branch._group = None
+        for subgroup in self._subgroups.values():
+            subgroup._group = None
         if self._watch is not None:
             self._watch.close(farewell)
             self._watch = None
 
     def _count(self, sent: int, received: int, messages: int) -> None:
         self.bytes_sent += sent
-        self.wire_bytes += sent + (MESSAGE * messages if self._waits_in_steps else 0)
+        self.network_bytes += sent + (MESSAGE * messages if self._waits_in_steps else 0)
         self.bytes_received += received
-        if self._root is not None:
-            self._root._count(sent, received, messages)
+        if self._whole is not None:
+            self._whole._count(sent, received, messages)
 
     def _alarmed(self) -> bool:
-        watch = self._watch if self._root is None else self._root._watch
+        watch = self._watch if self._whole is None else self._whole._watch
         return watch is not None and watch.alarmed()
 
-    def _finish(self, work: Any, limit: timedelta) -> None:
+    def _finish(self, pending: Any, limit: timedelta) -> None:
         lost = None
         try:
-            while not self._done(work):
+            while not self._done(pending):
                 if self._stopped():
                     self._abandon()
                     raise GivenUpError
@@ -210,27 +201,27 @@ class Link:
             lost = self._reason(str(error), limit)
         if lost is not None:
             # Outside of the except block: an error that is kept would keep the connections.
-            del work
+            del pending
             self.close()
             raise PeerError(lost)
 
-    def _done(self, work: Any) -> bool:
+    def _done(self, pending: Any) -> bool:
         if not self._waits_in_steps:
-            work.wait()
+            pending.wait()
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
             return True
         try:
-            work.wait(STEP)
+            pending.wait(STEP)
         except RuntimeError:
-            if not work.is_completed():
+            if not pending.is_completed():
                 return False
-            work.wait()  # may have ended well just after the step
+            pending.wait()  # may have ended well just after the step
         return True
 
     def _abandon(self) -> None:
         """Leave a group whose threads still wait: its destructor would wait for them."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        torch_internals.keep_for_ever(self._group)
 
     def _reason(self, error: str, limit: timedelta) -> str:
         others = [r for i, r in enumerate(self.members.ranks) if i != self.members.index]
@@ -245,25 +236,24 @@ class Link:
             return dist.new_group(
                 list(members.ranks),
                 timeout=members.timeout,
-                backend=members.backend,
+                backend=members.backend.name,
                 use_local_synchronization=True,
                 group_desc=f"thinwire {members.name}",
             )
         # Of its own: a thread that waits for a key keeps all others from the same connection.
-        own = members.store.clone() if hasattr(members.store, "clone") else members.store
+        shared = members.backend.store
+        own = shared.clone() if hasattr(shared, "clone") else shared
         made = own.add(f"thinwire/made/{members.name}/{members.index}", 1)
-        store = c10d.PrefixStore(f"thinwire/{members.name}/{made}", own)
+        store = torch_internals.prefixed(f"thinwire/{members.name}/{made}", own)
         self._assemble(store, limit)
 
         def connect(name: str, place: int, size: int) -> Any:
-            options = c10d.ProcessGroupGloo._Options()
-            options._devices = members.devices
-            options._threads = 1
-            options._timeout = limit
-            return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), place, size, options)
+            own_store = torch_internals.prefixed(name, store)
+            devices = members.backend.network_devices
+            return torch_internals.gloo_group(own_store, place, size, devices, limit)
 
         group = connect("data", members.index, members.size)
-        if self._root is None:  # one ring is enough for all branches
+        if self._whole is None:  # one ring is enough for all
             self._watch = Watch(connect, members.index, members.size)
         return group
 

@@ -5,8 +5,6 @@ most of it exists. Sizes of payloads are taken from encoding a sample of normall
 numbers; what really was encoded is checked again before it is sent.
 """
 
-import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.collectives.work import Part, Work
+from thinwire.collectives.options import VARIABLE
+from thinwire.collectives.reduction import Part, Reduction
 from thinwire.compressors import Compressor, Joint
 from thinwire.errors import MemoryLimitError
+from thinwire.formatting import show_bytes
 from thinwire.frames import Payload, pack, unpack
 from thinwire.kernels import Key
 
 SAMPLE = 1 << 16
 CANDIDATE = 8  # bytes of an element that may be chosen: position and value
 MOST_ROUNDS = 1 << 12
-VARIABLE = "THINWIRE_MAX_BYTES"
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 class Weight(NamedTuple):
@@ -49,23 +47,8 @@ class Estimate:
         return sum(size for _, size in self.items)
 
     def __str__(self) -> str:
-        parts = " + ".join(f"{_readable(size)} {name}" for name, size in self.items if size)
-        return f"{_readable(self.num_bytes)} ({parts or 'nothing'})"
-
-
-def limit_of(max_bytes: int | str | None) -> int | None:
-    """The limit in force: the argument, else the environment variable, else none."""
-    source = "max_bytes"
-    if max_bytes is None:
-        max_bytes, source = os.environ.get(VARIABLE), VARIABLE
-    if max_bytes is None or max_bytes == "":
-        return None
-    found = re.fullmatch(r"\s*(\d+)\s*(|[kmg]i?)b?\s*", str(max_bytes), re.IGNORECASE)
-    if not found or isinstance(max_bytes, bool):
-        raise ValueError(
-            f"{source} must be a number of bytes such as 500000000 or 512MiB, got {max_bytes!r}"
-        )
-    return int(found[1]) * _UNITS[found[2].lower()]
+        parts = " + ".join(f"{show_bytes(size)} {name}" for name, size in self.items if size)
+        return f"{show_bytes(self.num_bytes)} ({parts or 'nothing'})"
 
 
 class Load(NamedTuple):
@@ -240,14 +223,22 @@ _PHASES: dict[str, Callable[[Load, int, int], list[Phase]]] = {
 }
 
 
-def guard(collective: str, work: Work, size: int) -> None:
+def kind_of(collective: str, reduction: Reduction) -> str:
+    """The row of `_PHASES` that a collective's memory is found in."""
+    return "dense" if collective == "summable" and reduction.uncompressed else collective
+
+
+def guard(collective: str, reduction: Reduction, size: int) -> None:
     """Refuse an exchange that would take more than the limit."""
-    if work.limit is not None and isinstance(work.compressor, Joint):
-        need = _joint(work.parts, work.compressor)
-        if need.num_bytes > work.limit:
-            raise refuse(collective, need, work.limit, size)
-    elif work.limit is not None:
-        _check(collective, Load.of(work.parts, work.compressor), size, work.limit)
+    collective = kind_of(collective, reduction)
+    if reduction.max_bytes is not None and isinstance(reduction.compressor, Joint):
+        need = _joint(reduction.parts, reduction.compressor)
+        if need.num_bytes > reduction.max_bytes:
+            raise refusal(collective, need, reduction.max_bytes, size)
+    elif reduction.max_bytes is not None:
+        _check(
+            collective, Load.of(reduction.parts, reduction.compressor), size, reduction.max_bytes
+        )
 
 
 def _joint(parts: Sequence[Part], compressor: Joint) -> Estimate:
@@ -257,54 +248,58 @@ def _joint(parts: Sequence[Part], compressor: Joint) -> Estimate:
     return Estimate((("copies", copies), ("factors", 2 * sent), ("results", copies)))
 
 
-def check_real(collective: str, work: Work, messages: Sequence[Tensor], size: int) -> None:
+def check_real(
+    collective: str, reduction: Reduction, messages: Sequence[Tensor], size: int
+) -> None:
     """The same for messages to all others, now that they are there."""
-    if work.limit is not None:
+    if reduction.max_bytes is not None:
         frame = sum(message.numel() for message in messages) * size / (size - 1)
-        load = Load.of(work.parts, work.compressor).grown(frame)
-        _check(collective, load, size, work.limit)
+        load = Load.of(reduction.parts, reduction.compressor).grown(frame)
+        _check(collective, load, size, reduction.max_bytes)
 
 
 def _check(collective: str, load: Load, size: int, limit: int) -> None:
     need = estimate(collective, load, size)
     if need.num_bytes > limit:
-        raise refuse(collective, need, limit, size)
+        raise refusal(collective, need, limit, size)
 
 
-def rounds_for(work: Work, size: int, frame: int = 0) -> int:
+def rounds_for(reduction: Reduction, size: int, frame: int = 0) -> int:
     """In how many slices a gather must go to stay below the limit; an error if none is enough.
 
     `frame` is the size that frames really have, where that is known.
     """
-    if work.limit is None:
+    if reduction.max_bytes is None:
         return 1
-    load = Load.of(work.parts, work.compressor).grown(frame)
+    load = Load.of(reduction.parts, reduction.compressor).grown(frame)
     rounds = 1
-    while estimate("gather", load, size, rounds).num_bytes > work.limit:
+    while estimate("gather", load, size, rounds).num_bytes > reduction.max_bytes:
         rounds *= 2
         if rounds > MOST_ROUNDS:
-            raise refuse("gather", estimate("gather", load, size, MOST_ROUNDS), work.limit, size)
+            raise refusal(
+                "gather", estimate("gather", load, size, MOST_ROUNDS), reduction.max_bytes, size
+            )
     return rounds
 
 
-def refuse(collective: str, need: Estimate, limit: int, size: int) -> MemoryLimitError:
+def refusal(collective: str, need: Estimate, limit: int, size: int) -> MemoryLimitError:
     """The error, with a way out."""
     rounds = "; collective='gather' can go in rounds" if collective in ("twoshot", "sparse") else ""
     return MemoryLimitError(
         f"{collective} over {size} ranks would take {need} of extra memory on each rank, the limit "
-        f"is {_readable(limit)}. Raise max_bytes or {VARIABLE}, compress more strongly, or reduce "
+        f"is {show_bytes(limit)}. Raise max_bytes or {VARIABLE}, compress more strongly, or reduce "
         f"smaller tensors one after the other{rounds}"
     )
 
 
 @lru_cache(maxsize=256)
 def weigh(compressor: Compressor, dtype: torch.dtype, residual: bool) -> Weight:
-    """Bytes an element, measured on a sample."""
+    """Bytes per element, measured on a sample."""
     if not dtype.is_floating_point:
         return Weight(dtype.itemsize, 0, dtype.itemsize, 0, 0)
     sample = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)).to(dtype)
-    room = torch.zeros(SAMPLE, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    payload = compressor.draft(sample, residual=room if residual else None, key=Key())
+    zeros = torch.zeros(SAMPLE, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    payload = compressor.draft(sample, residual=zeros if residual else None, key=Key())
     frame = pack(payload)
     received = unpack(frame)
     picked = payload.picked()
@@ -332,11 +327,3 @@ def _extra(opened: Any, payload: Payload) -> int:
     if isinstance(opened, tuple | list):
         return sum(_extra(each, payload) for each in opened)
     return 0
-
-
-def _readable(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} GB"

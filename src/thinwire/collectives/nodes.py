@@ -1,22 +1,79 @@
-"""Who shares a node with whom: what the hierarchical collective is told, checked."""
+"""Who shares a node with whom: what a user says, and what that comes to in a group."""
 
 import operator
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.compressors import Compressor, compressor_of
+from thinwire.compressors import Compressor, Joint, compressor_of
 
 VARIABLE = "LOCAL_WORLD_SIZE"
 FEEDBACKS = ("ef14", "none")
-# Ranks a node, lists of ranks, a DeviceMesh, or None for what torchrun says.
-Nodes = int | Sequence[Sequence[int]] | Any | None
+Ranks = tuple[tuple[int, ...], ...]  # of each node
 
 
-class Layers(NamedTuple):
-    """A group divided into nodes, and what travels inside them.
+@dataclass(frozen=True, init=False)
+class Nodes:
+    """How ranks share nodes, and what is sent inside them.
+
+    Tensors are summed inside nodes first, lightly compressed or not at all; only what goes between
+    nodes goes through the compressor of the call (collective "hierarchical").
+
+    Args:
+        ranks: number of ranks per node (consecutive ones of the world), lists of ranks
+            ``[[0, 1], [2, 3, 4]]``, or a DeviceMesh of two dimensions, (nodes, ranks inside). None
+            is what LOCAL_WORLD_SIZE says, which torchrun sets.
+        inner: the compressor inside nodes: "none", "cast:bf16" or another one that sends all
+            elements and draws no random numbers.
+        feedback: "ef14" keeps in the residual what `inner` rounds off, too; "none" does not.
+
+    Example:
+        >>> import thinwire as tw
+        >>> tw.Nodes(8, inner="cast:bf16")
+        Nodes(ranks=8, inner=Cast(to='bf16', block=256), feedback='ef14')
+    """
+
+    ranks: int | Ranks | None
+    inner: Compressor
+    feedback: str
+
+    def __init__(
+        self,
+        ranks: int | Sequence[Sequence[int]] | DeviceMesh | None = None,
+        *,
+        inner: Compressor | str = "none",
+        feedback: str = "ef14",
+    ) -> None:
+        if feedback not in FEEDBACKS:
+            known = " or ".join(map(repr, FEEDBACKS))
+            raise ValueError(f"Nodes: feedback must be {known}, got {feedback!r}")
+        object.__setattr__(self, "ranks", _ranks_given(ranks))
+        object.__setattr__(self, "inner", _inner_given(inner))
+        object.__setattr__(self, "feedback", feedback)
+
+    def layout(self, group: dist.ProcessGroup) -> "NodeLayout":
+        """The nodes of a process group."""
+        members = dist.get_process_group_ranks(group)
+        if isinstance(self.ranks, tuple):
+            found = self.ranks
+            flat = [rank for node in found for rank in node]
+            if sorted(flat) != sorted(members) or not all(found):
+                raise ValueError(
+                    f"nodes: each of the group's ranks {list(members)} must be in one node, got "
+                    f"{[list(node) for node in found]}"
+                )
+        else:
+            found = _consecutive(_ranks_per_node(self.ranks), members)
+        places = tuple(tuple(members.index(rank) for rank in node) for node in found)
+        return NodeLayout(places, found, self.inner, self.feedback == "ef14")
+
+
+class NodeLayout(NamedTuple):
+    """A group divided into nodes, and what is sent inside them.
 
     Args:
         places: of each node's members in the group.
@@ -25,8 +82,8 @@ class Layers(NamedTuple):
         remembers: whether residuals keep what that one leaves out.
     """
 
-    places: tuple[tuple[int, ...], ...]
-    ranks: tuple[tuple[int, ...], ...]
+    places: Ranks
+    ranks: Ranks
     inner: Compressor
     remembers: bool
 
@@ -37,7 +94,7 @@ class Layers(NamedTuple):
 
     @property
     def flat(self) -> bool:
-        """Whether there is only one layer: one node, or no node with two members."""
+        """Whether there is only one level: one node, or no node with two members."""
         return len(self.places) == 1 or max(map(len, self.places)) == 1
 
     def node_of(self, place: int) -> int:
@@ -58,55 +115,63 @@ class Layers(NamedTuple):
         return ("nodes", str(self)), ("inner", f"{self.inner} with feedback {feedback}")
 
 
-def layers_of(nodes: Nodes, inner: Compressor | str, inner_feedback: str, group: Any) -> Layers:
-    """The nodes of a process group.
-
-    Args:
-        nodes, inner, inner_feedback: see `thinwire.all_reduce`.
-        group: as from `process_group`.
-    """
-    if inner_feedback not in FEEDBACKS:
-        known = " or ".join(map(repr, FEEDBACKS))
-        raise ValueError(f"inner_feedback must be {known}, got {inner_feedback!r}")
-    ranks = dist.get_process_group_ranks(group)
-    if isinstance(nodes, Layers):
-        found = nodes.ranks
-    elif nodes is None or isinstance(nodes, int):
-        found = _by_number(_ranks_a_node(nodes), ranks)
-    else:
-        found = _as_given(nodes, ranks)
-    places = tuple(tuple(ranks.index(rank) for rank in node) for node in found)
-    return Layers(places, found, inner_of(inner), inner_feedback == "ef14")
+def nodes_of(nodes: Any) -> Nodes | None:
+    """What a user gave as `nodes=`: Nodes, or what Nodes takes as its ranks."""
+    return nodes if nodes is None or isinstance(nodes, Nodes) else Nodes(nodes)
 
 
-def inner_of(inner: Compressor | str) -> Compressor:
+def _ranks_given(ranks: Any) -> int | Ranks | None:
+    if ranks is None:
+        return None
+    if isinstance(ranks, bool) or (isinstance(ranks, int) and ranks < 1):
+        raise ValueError(f"nodes must be a number of ranks per node, got {ranks!r}")
+    if isinstance(ranks, int):
+        return ranks
+    given = ranks
+    mesh = getattr(ranks, "mesh", None)  # of a DeviceMesh
+    if mesh is not None:
+        if mesh.dim() != 2:
+            raise ValueError(
+                f"nodes: a mesh of two dimensions is needed, (nodes, ranks inside), got {ranks}"
+            )
+        ranks = mesh.tolist()
+    try:
+        return tuple(tuple(operator.index(rank) for rank in node) for node in ranks)
+    except TypeError:
+        raise TypeError(
+            "nodes must be a number of ranks per node, lists of ranks, [[0, 1], [2, 3]], or a "
+            f"DeviceMesh of two dimensions, got {given!r}"
+        ) from None
+
+
+def _inner_given(inner: Compressor | str) -> Compressor:
     """A compressor for inside nodes, if it suits."""
     compressor = compressor_of(inner)
     why = None
-    if compressor.joint:
+    if isinstance(compressor, Joint):
         why = "it has no payload that could be sent to the owner of a shard"
     elif compressor.sparse:
-        why = "it would leave elements out of every result (inside a node travels all, light)"
+        why = "it would leave elements out of every result (inside a node all are sent, light)"
     elif compressor.random:
-        why = "all nodes must round a result alike, so nothing may be drawn"
+        why = "all nodes must round a result alike, so no random numbers may be drawn"
     if why is not None:
         raise ValueError(f"inner: {compressor} does not suit, {why}: 'none' and 'cast:bf16' do")
     return compressor
 
 
-def _ranks_a_node(nodes: int | None) -> int:
-    source = "nodes"
-    given: Any = nodes
-    if nodes is None:
-        given, source = os.environ.get(VARIABLE), VARIABLE
+def _ranks_per_node(ranks: int | None) -> int:
+    source, number = "nodes", ranks
+    if number is None:
+        source, given = VARIABLE, os.environ.get(VARIABLE, "")
         if not given:
             raise ValueError(
                 f"hierarchical needs to know the nodes: {VARIABLE} is not set (torchrun sets it), "
-                "so say nodes=8 for eight ranks a node, or nodes=[[0, 1], [2, 3]]"
+                "so say nodes=8 for eight ranks per node, or nodes=[[0, 1], [2, 3]]"
             )
-    if isinstance(given, bool) or not str(given).isdecimal() or int(given) < 1:
-        raise ValueError(f"{source} must be a number of ranks a node, got {given!r}")
-    number, world = int(given), dist.get_world_size()
+        if not given.isdecimal() or int(given) < 1:
+            raise ValueError(f"{source} must be a number of ranks per node, got {given!r}")
+        number = int(given)
+    world = dist.get_world_size()
     if world % number:
         raise ValueError(
             f"{source}: {world} ranks cannot be divided into nodes of {number}; uneven nodes are "
@@ -115,33 +180,9 @@ def _ranks_a_node(nodes: int | None) -> int:
     return number
 
 
-def _by_number(number: int, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _consecutive(number: int, ranks: Sequence[int]) -> Ranks:
     """Consecutive ranks of the world share a node, whichever of them are in the group."""
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(rank // number, []).append(rank)
     return tuple(map(tuple, nodes.values()))
-
-
-def _as_given(nodes: Any, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    mesh = getattr(nodes, "mesh", None)  # of a DeviceMesh
-    if mesh is not None:
-        if mesh.dim() != 2:
-            raise ValueError(
-                f"nodes: a mesh of two dimensions is needed, (nodes, ranks inside), got {nodes}"
-            )
-        nodes = mesh.tolist()
-    try:
-        found = tuple(tuple(operator.index(rank) for rank in node) for node in nodes)
-    except TypeError:
-        raise TypeError(
-            "nodes must be a number of ranks a node, lists of ranks, [[0, 1], [2, 3]], or a "
-            f"DeviceMesh of two dimensions, got {nodes!r}"
-        ) from None
-    flat = [rank for node in found for rank in node]
-    if sorted(flat) != sorted(ranks) or not all(found):
-        raise ValueError(
-            f"nodes: each of the group's ranks {list(ranks)} must be in one node, got "
-            f"{[list(node) for node in found]}"
-        )
-    return found

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.collectives.algorithm import Algorithm
 from thinwire.collectives.memory import check_real
 from thinwire.collectives.message import bundle, unbundle
-from thinwire.collectives.talk import Talk
-from thinwire.collectives.work import Part, Work
+from thinwire.collectives.reduction import Part, Reduction
+from thinwire.collectives.transport import Transport
 from thinwire.compressors.base import add_narrower
 from thinwire.frames import Payload
 from thinwire.frames.code import Extent
@@ -32,95 +33,101 @@ from thinwire.kernels import Key
 Chosen = tuple[Tensor, Tensor]  # ascending positions, their values
 
 
-def sparse(talk: Talk, work: Work) -> None:
-    with talk.preparing():
-        part, chosen = _joined(work)
-        count = 0 if chosen is None else chosen[0].numel()
-        numel, size = part.x.numel(), talk.members.size
-        quantiles = _quantiles(chosen, numel, size) if chosen is not None else []
-    said = talk.meet([chosen is None, count], quantiles)
-    if chosen is None or any(one.numbers[0] for one in said):
-        talk.account.finite = False
-        part.x.fill_(torch.nan)
-        _divided(work, part)
-        return
-    edges = [
-        0,
-        *(sum(column) // size for column in zip(*(o.words[:-1] for o in said), strict=True)),
-    ]
-    keep = -(-sum(one.numbers[1] for one in said) // size // size)
-    _Regions(talk, work, part, [*edges, numel]).exchange(chosen, keep)
-    _divided(work, part)
+class SparseRegions(Algorithm):
+    """The tensors as one, divided into a region for each member."""
 
+    def prepare(self) -> None:
+        self._part, self._chosen = _joined(self.reduction)
+        self._numel = self._part.x.numel()
 
-class _Regions:
-    """The tensor divided by `edges` into one region for each member."""
+    def exchange(self, transport: Transport) -> None:
+        chosen = self._chosen
+        with transport.preparing():
+            count = 0 if chosen is None else chosen[0].numel()
+            quantiles = [] if chosen is None else _quantiles(chosen, self._numel, self.size)
+        records = transport.meet([chosen is None, count], quantiles)
+        if chosen is None or any(record.numbers[0] for record in records):
+            self.finite = False
+            self._results: list[Payload] = []
+            return
+        columns = zip(*(record.words[:-1] for record in records), strict=True)
+        edges = [sum(column) // self.size for column in columns]
+        self._edges = [0, *edges, self._numel]
+        self._extents = [Extent(self._part.x.dtype, hi - lo) for lo, hi in pairwise(self._edges)]
+        keep = -(-sum(record.numbers[1] for record in records) // self.size // self.size)
+        self._send_to_owners(transport, chosen)
+        self._send_to_all(transport, keep)
 
-    def __init__(self, talk: Talk, work: Work, part: Part, edges: list[int]) -> None:
-        self.talk, self.work = talk, work
-        self.compressor, self.weight = work.compressor, work.weight
-        self.part, self.edges = part, edges
-        self.me = talk.members.index
-        self.extents = [Extent(part.x.dtype, hi - lo) for lo, hi in pairwise(edges)]
-
-    def exchange(self, chosen: Chosen, keep: int) -> None:
-        talk, me = self.talk, self.me
-        with talk.preparing():
+    def _send_to_owners(self, transport: Transport, chosen: Chosen) -> None:
+        """Steps 3: the chosen elements of each region to its owner, and the sums of the own one."""
+        me = self.rank
+        with transport.preparing():
             pieces = self._split(chosen)
-            nothing = torch.empty(0, dtype=torch.uint8, device=talk.device)
-            sent: list[Payload | None] = [
+            nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+            self._sent: list[Payload | None] = [
                 None if j == me else self.compressor.enclose(*piece, extent, self._key(j))
-                for j, (piece, extent) in enumerate(zip(pieces, self.extents, strict=True))
+                for j, (piece, extent) in enumerate(zip(pieces, self._extents, strict=True))
             ]
-            messages = [nothing if p is None else bundle([p]) for p in sent]
-            check_real("sparse", self.work, messages, talk.members.size)
-        said = talk.meet([], [m.numel() for m in messages])
-        received = talk.swap(messages, [one.words[me] for one in said])
+            messages = [nothing if p is None else bundle([p]) for p in self._sent]
+            check_real("sparse", self.reduction, messages, self.size)
+        records = transport.meet([], [m.numel() for m in messages])
+        received = transport.swap(messages, [record.words[me] for record in records])
         del messages
-        with talk.preparing():
-            total = self._sum(pieces[me], received)
-            kept = self._kept(total, keep)
-            message = bundle([kept])
-        said = talk.meet([message.numel(), kept.non_finite])
-        talk.account.finite = not any(one.numbers[1] for one in said)
-        results = talk.gather(message, [one.numbers[0] for one in said])
-        with talk.clock("decode"):
+        with transport.preparing():
+            self._own = pieces[me]
+            self._total = self._sum(received)
+
+    def _send_to_all(self, transport: Transport, keep: int) -> None:
+        """Step 4: the largest sums of the own region to all."""
+        with transport.preparing():
+            self._kept = self._largest(keep)
+            message = bundle([self._kept])
+        records = transport.meet([message.numel(), self._kept.non_finite])
+        self.finite = not any(record.numbers[1] for record in records)
+        messages = transport.gather(message, [record.numbers[0] for record in records])
+        with transport.clock("decode"):
             fingerprint = self.compressor.fingerprint
-            opened = [
+            self._results = [
                 unbundle(m, [extent], fingerprint)[0]
-                for m, extent in zip(results, self.extents, strict=True)
+                for m, extent in zip(messages, self._extents, strict=True)
             ]
-            if talk.account.finite:
-                self._settle(sent, pieces[me], total, kept)
-            for payload, (lo, hi) in zip(opened, pairwise(self.edges), strict=True):
-                payload.restore(self.part.x[lo:hi])
+
+    def finish(self) -> None:
+        if not self._results:
+            self.fill_with_nan()
+            return
+        if self.finite:
+            self._settle()
+        for payload, (lo, hi) in zip(self._results, pairwise(self._edges), strict=True):
+            payload.restore(self._part.x[lo:hi])
+        _divided(self.reduction, self._part)
 
     def _key(self, index: int) -> Key:
-        return self.part.key.derive(index)
+        return self._part.key.derive(index)
 
     def _split(self, chosen: Chosen) -> list[Chosen]:
         positions, values = chosen
-        bounds = torch.tensor(self.edges, dtype=positions.dtype, device=positions.device)
+        bounds = torch.tensor(self._edges, dtype=positions.dtype, device=positions.device)
         cuts = torch.searchsorted(positions, bounds).tolist()
         return [
             (positions[a:b] - lo, values[a:b])
-            for (a, b), lo in zip(pairwise(cuts), self.edges, strict=False)
+            for (a, b), lo in zip(pairwise(cuts), self._edges, strict=False)
         ]
 
-    def _sum(self, own: Chosen, received: list[Tensor]) -> Tensor:
-        extent = self.extents[self.me]
-        total = torch.zeros(extent.numel, dtype=self.part.real, device=self.talk.device)
-        kernels.on(total.device).scatter_add(total, *own, weight=1.0, fresh=False, plus=None)
+    def _sum(self, received: list[Tensor]) -> Tensor:
+        extent = self._extents[self.rank]
+        total = torch.zeros(extent.numel, dtype=self._part.real, device=self.device)
+        kernels.on(total.device).scatter_add(total, *self._own, weight=1.0, fresh=False, plus=None)
         fingerprint = self.compressor.fingerprint
         payloads = [
-            unbundle(m, [extent], fingerprint)[0] for j, m in enumerate(received) if j != self.me
+            unbundle(m, [extent], fingerprint)[0] for j, m in enumerate(received) if j != self.rank
         ]
         add_all(payloads, total)
         return total
 
-    def _kept(self, total: Tensor, keep: int) -> Payload:
+    def _largest(self, keep: int) -> Payload:
         """The largest sums of the own region, weighted, encoded."""
-        extent = self.extents[self.me]
+        extent, total = self._extents[self.rank], self._total
         keep = min(keep, extent.numel)
         positions, values = _nothing(total)
         if keep:
@@ -129,23 +136,20 @@ class _Regions:
                 return self.compressor.flagged(extent, total.device)
             there = found[1] != 0
             positions, values = found[0][there], found[1][there] * self.weight
-        key = self._key(self.talk.members.size)
-        return self.compressor.enclose(positions, values, extent, key)
+        return self.compressor.enclose(positions, values, extent, self._key(self.size))
 
-    def _settle(
-        self, sent: list[Payload | None], own: Chosen, total: Tensor, kept: Payload
-    ) -> None:
-        r = self.part.r
+    def _settle(self) -> None:
+        r = self._part.r
         if r is None:
             return
-        add_narrower(r, self.part.x)
-        for payload, (lo, hi) in zip(sent, pairwise(self.edges), strict=True):
+        add_narrower(r, self._part.x)
+        for payload, (lo, hi) in zip(self._sent, pairwise(self._edges), strict=True):
             if payload is not None:
                 payload.add_to(r[lo:hi], -1.0)
-        mine = r[self.edges[self.me] : self.edges[self.me + 1]]
-        kernels.on(r.device).scatter_add(mine, *own, weight=-1.0, fresh=False, plus=None)
-        mine.add_(total)
-        kept.add_to(mine, -1.0 / self.weight)
+        mine = r[self._edges[self.rank] : self._edges[self.rank + 1]]
+        kernels.on(r.device).scatter_add(mine, *self._own, weight=-1.0, fresh=False, plus=None)
+        mine.add_(self._total)
+        self._kept.add_to(mine, -1.0 / self.weight)
 
 
 def _nothing(like: Tensor) -> Chosen:
@@ -162,33 +166,36 @@ def _quantiles(chosen: Chosen, numel: int, size: int) -> list[int]:
     return [*positions[at].tolist(), numel]
 
 
-def _joined(work: Work) -> tuple[Part, Chosen | None]:
+def _joined(reduction: Reduction) -> tuple[Part, Chosen | None]:
     """All tensors as one, and what was chosen in each; copies only if there are several."""
-    picks = [work.compressor.pick(p.x, residual=p.r, key=p.key) for p in work.parts]
+    picks = [reduction.compressor.pick(p.x, residual=p.r, key=p.key) for p in reduction.parts]
     if len(picks) == 1:
-        return work.parts[0], picks[0]
+        return reduction.parts[0], picks[0]
     offset, positions, values = 0, [], []
-    for part, pick in zip(work.parts, picks, strict=True):
+    for part, pick in zip(reduction.parts, picks, strict=True):
         if pick is not None:
             positions.append(pick[0].long() + offset)
             values.append(pick[1])
         offset += part.x.numel()
     chosen = (torch.cat(positions), torch.cat(values)) if len(positions) == len(picks) else None
-    x = torch.cat([part.x for part in work.parts])
+    x = torch.cat([part.x for part in reduction.parts])
     r = None
-    if any(part.r is not None for part in work.parts):
+    if any(part.r is not None for part in reduction.parts):
         r = torch.cat(
-            [p.x.new_zeros(p.x.numel(), dtype=p.real) if p.r is None else p.r for p in work.parts]
+            [
+                p.x.new_zeros(p.x.numel(), dtype=p.real) if p.r is None else p.r
+                for p in reduction.parts
+            ]
         )
-    return Part(x, r, work.parts[0].key), chosen
+    return Part(x, r, reduction.parts[0].key), chosen
 
 
-def _divided(work: Work, part: Part) -> None:
+def _divided(reduction: Reduction, part: Part) -> None:
     """Give each tensor its stretch of what `_joined` put together."""
-    if len(work.parts) == 1:
+    if len(reduction.parts) == 1:
         return
     offset = 0
-    for own in work.parts:
+    for own in reduction.parts:
         end = offset + own.x.numel()
         own.x.copy_(part.x[offset:end])
         if own.r is not None and part.r is not None:

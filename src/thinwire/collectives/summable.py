@@ -12,93 +12,83 @@ power of two on the way.
 
 import dataclasses
 import struct
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.talk import Talk
-from thinwire.collectives.work import Work
+from thinwire.collectives.algorithm import Algorithm
+from thinwire.collectives.transport import Transport
 from thinwire.frames import Payload
 from thinwire.frames.code import Start
 
 
-def summable(talk: Talk, work: Work, op: Any = dist.ReduceOp.SUM) -> None:
-    if is_dense(work):
-        dense(talk, work, op)
-        return
-    compressor = work.compressor
-    with talk.preparing():
-        payloads = [part.draft(compressor) for part in work.parts]
-        sound = not any(p.non_finite for p in payloads)
-        rooms = _pooled([_values(p) for p in payloads]) if sound else {}
-        peak = _peak(rooms.get(torch.float16))
-    said = talk.meet([not sound, _to_bits(peak)])
-    if any(one.numbers[0] for one in said):
-        talk.account.finite = False
-        for part in work.parts:
-            part.x.fill_(torch.nan)
-        return
-    shrink = _shrink(sum(_from_bits(one.numbers[1]) for one in said))
-    totals: dict[torch.dtype, Tensor] = {}
-    for dtype, room in rooms.items():
-        if dtype == torch.float16 and shrink != 1:
-            room.mul_(shrink)
-        totals[dtype] = talk.reduce(room, dist.ReduceOp.SUM)
-    with talk.clock("decode"):
-        for part, payload in zip(work.parts, payloads, strict=True):
-            part.settle(compressor, payload)
-            values = _values(payload)
-            total, totals[values.dtype] = totals[values.dtype].tensor_split([values.numel()])
-            grown = work.weight / (shrink if values.dtype == torch.float16 else 1.0)
+class BackendSum(Algorithm):
+    def prepare(self) -> None:
+        self._payloads = [part.draft(self.compressor) for part in self.reduction.parts]
+        self.finite = not any(payload.non_finite for payload in self._payloads)
+        self._pools = _pooled([_values(p) for p in self._payloads]) if self.finite else {}
+        self._peak = _peak(self._pools.get(torch.float16))
+        self._shrink = 1.0
+
+    def exchange(self, transport: Transport) -> None:
+        records = transport.meet([not self.finite, _to_bits(self._peak)])
+        self.finite = not any(record.numbers[0] for record in records)
+        if not self.finite:
+            return
+        self._shrink = _shrink(sum(_from_bits(record.numbers[1]) for record in records))
+        for dtype, pool in self._pools.items():
+            if dtype == torch.float16 and self._shrink != 1:
+                pool.mul_(self._shrink)
+            self._pools[dtype] = transport.reduce(pool, dist.ReduceOp.SUM)
+
+    def finish(self) -> None:
+        if not self.finite:
+            self.fill_with_nan()
+            return
+        sums = _unpooled(self._pools, [_values(p) for p in self._payloads])
+        for part, payload, total in zip(self.reduction.parts, self._payloads, sums, strict=True):
+            part.settle(self.compressor, payload)
+            grown = self.weight / (self._shrink if total.dtype == torch.float16 else 1.0)
             result = dataclasses.replace(payload, sections=(total,), known=None)
             result.add_to(part.x, grown, Start(fresh=True))
 
 
-def is_dense(work: Work) -> bool:
-    """Whether the tensors themselves are what travels."""
-    return work.compressor.lossless and all(part.r is None for part in work.parts)
+class UncompressedSum(Algorithm):
+    """The tensors themselves, with nothing to encode.
 
+    They are reduced in a copy, never in place: an operation that fails, or that was given up and
+    goes on in the background, leaves the tensors as they were.
+    """
 
-def dense(talk: Talk, work: Work, op: Any) -> None:
-    """Nothing to encode. What fails leaves the tensors as they were: one is backed up, several are
-    reduced in a copy, which has to be made anyway."""
-    if len(work.parts) > 1:
-        _pooled_dense(talk, work, op)
-        return
-    (part,) = work.parts
-    with talk.preparing():
-        backup = talk.link.room(part.x).copy_(part.x)
-    talk.meet()
-    first, last = _weights(part.x.dtype, work.weight)
-    try:
-        if first != 1:
-            part.x.mul_(first)
-        total = talk.reduce(part.x, op)
-    except BaseException:
-        part.x.copy_(backup)
-        raise
-    with talk.clock("decode"):
-        if total.data_ptr() != part.x.data_ptr():
-            part.x.copy_(total)
-        if last != 1:
-            part.x.mul_(last)
+    def prepare(self) -> None:
+        pass  # the copy lies in a scratch buffer of the link, which comes with the transport
 
+    def exchange(self, transport: Transport) -> None:
+        with transport.preparing():
+            self._pools = self._copied(transport)
+        transport.meet()
+        op = getattr(dist.ReduceOp, self.reduction.op)
+        for dtype, pool in self._pools.items():
+            self._pools[dtype] = transport.reduce(pool, op)
 
-def _pooled_dense(talk: Talk, work: Work, op: Any) -> None:
-    with talk.preparing():
-        rooms = _pooled([part.x for part in work.parts])
-    talk.meet()
-    totals = {}
-    for dtype, room in rooms.items():
-        first, _ = _weights(dtype, work.weight)
-        totals[dtype] = talk.reduce(room.mul_(first) if first != 1 else room, op)
-    with talk.clock("decode"):
-        for part in work.parts:
-            pool = totals[part.x.dtype]
-            total, totals[part.x.dtype] = pool.tensor_split([part.x.numel()])
-            _, last = _weights(part.x.dtype, work.weight)
+    def _copied(self, transport: Transport) -> dict[torch.dtype, Tensor]:
+        parts = self.reduction.parts
+        if len(parts) == 1:
+            pools = {parts[0].x.dtype: transport.link.scratch(parts[0].x).copy_(parts[0].x)}
+        else:
+            pools = _pooled([part.x for part in parts])
+        for dtype, pool in pools.items():
+            first, _ = _weights(dtype, self.weight)
+            if first != 1:
+                pool.mul_(first)
+        return pools
+
+    def finish(self) -> None:
+        parts = self.reduction.parts
+        for part, total in zip(parts, _unpooled(self._pools, [p.x for p in parts]), strict=True):
+            _, last = _weights(part.x.dtype, self.weight)
             torch.mul(total, last, out=part.x) if last != 1 else part.x.copy_(total)
 
 
@@ -114,12 +104,21 @@ def _values(payload: Payload) -> Tensor:
     return values
 
 
-def _pooled(tensors: list[Tensor]) -> dict[torch.dtype, Tensor]:
+def _pooled(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
     """Copies of the tensors, those of one type in one piece."""
     pools: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         pools.setdefault(tensor.dtype, []).append(tensor)
     return {dtype: torch.cat(pool) for dtype, pool in pools.items()}
+
+
+def _unpooled(pools: dict[torch.dtype, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """The stretch of each tensor in what `_pooled` put together."""
+    rest, found = dict(pools), []
+    for tensor in like:
+        own, rest[tensor.dtype] = rest[tensor.dtype].tensor_split([tensor.numel()])
+        found.append(own)
+    return found
 
 
 def _peak(values: Tensor | None) -> float:

@@ -4,90 +4,131 @@ This is what a parameter server with compression both ways does, with every rank
 one shard.
 
 1. Draft a payload for every other rank's shard; meet (lengths); all-to-all.
-2. Sum the own shard: x + r of this rank as it is, plus the decoded shards of the others.
+2. Sum the own shard: x + r of this rank uncompressed, plus the decoded shards of the others.
 3. Draft the payload of the weighted sum; meet (lengths); all-gather.
 4. Residual <- (x + r) - payload for the shards of others; for the own shard, the sum less what was
    sent of it. Tensor <- the decoded sums, the same frames on all ranks.
 
 The residual of the own shard is the server-side residual: this rank's contribution to its own shard
-never travels, so nothing else has to be remembered there (docs/decisions/0007). 2 (P - 1) / P
+is never sent, so nothing else has to be remembered there (docs/decisions/0007). 2 (P - 1) / P
 payloads leave each rank.
 """
 
 import torch
 from torch import Tensor
 
+from thinwire.collectives.algorithm import Algorithm
 from thinwire.collectives.memory import check_real
 from thinwire.collectives.message import bundle, unbundle
-from thinwire.collectives.talk import Talk
-from thinwire.collectives.work import Part, Work, share
+from thinwire.collectives.reduction import Part, Reduction
+from thinwire.collectives.transport import Transport
+from thinwire.compressors import Compressor
 from thinwire.frames import Payload
 from thinwire.frames.payload import add_all
 
+Shards = list[list[Part]]  # for each owner, its stretch of each tensor
 
-def twoshot(talk: Talk, work: Work) -> None:
-    compressor = work.compressor
-    me, size = talk.members.index, talk.members.size
-    shards = [[_shard(part, j, size) for part in work.parts] for j in range(size)]
-    first, received, sound = swap_shards(talk, work, shards, "twoshot")
-    weight = work.weight
-    with talk.preparing():
-        sums = sum_shards(work, shards[me], received)
-        del received
-        means = [_narrowed(total, weight, p) for total, p in zip(sums, shards[me], strict=True)]
-        second = [
-            compressor.draft(mean, residual=_nothing(mean, part), key=part.key.derive(size))
-            for mean, part in zip(means, shards[me], strict=True)
-        ]
-        message = bundle(second)
-        del means
-    bad = not sound or any(p.non_finite for p in second)
-    said = talk.meet([message.numel(), bad])
-    talk.account.finite = not any(one.numbers[1] for one in said)
-    messages = talk.gather(message, [one.numbers[0] for one in said])
-    with talk.clock("decode"):
-        results = [
-            unbundle(m, [part.extent for part in parts], compressor.fingerprint)
-            for m, parts in zip(messages, shards, strict=True)
-        ]
-        if talk.account.finite:
-            settle_shards(work, shards, first)
-            for part, total, payload in zip(shards[me], sums, second, strict=True):
+
+class TwoShot(Algorithm):
+    def prepare(self) -> None:
+        parts, size = self.reduction.parts, self.size
+        self._shards = [[part.shard(j, size) for part in parts] for j in range(size)]
+        self._swap = ShardSwap(self.reduction, self._shards, self.rank, "twoshot")
+        self._swap.prepare()
+
+    def exchange(self, transport: Transport) -> None:
+        self._swap.exchange(transport)
+        own = self._shards[self.rank]
+        with transport.preparing():
+            self._sums = self._swap.sums()
+            means = [
+                _narrowed(total, self.weight, part)
+                for total, part in zip(self._sums, own, strict=True)
+            ]
+            self._second = [
+                self.compressor.draft(
+                    mean, residual=_zero_residual(mean, part), key=part.key.derive(self.size)
+                )
+                for mean, part in zip(means, own, strict=True)
+            ]
+            message = bundle(self._second)
+            del means
+        bad = not self._swap.finite or any(p.non_finite for p in self._second)
+        records = transport.meet([message.numel(), bad])
+        self.finite = not any(record.numbers[1] for record in records)
+        messages = transport.gather(message, [record.numbers[0] for record in records])
+        with transport.clock("decode"):
+            self._results = [
+                unbundle(m, [part.extent for part in parts], self.compressor.fingerprint)
+                for m, parts in zip(messages, self._shards, strict=True)
+            ]
+
+    def finish(self) -> None:
+        if self.finite:
+            self._swap.settle()
+            own = self._shards[self.rank]
+            for part, total, payload in zip(own, self._sums, self._second, strict=True):
                 if part.r is not None:
                     part.r.copy_(total)
-                    payload.add_to(part.r, -1.0 / weight)
-        for parts, payloads in zip(shards, results, strict=True):
+                    payload.add_to(part.r, -1.0 / self.weight)
+        for parts, payloads in zip(self._shards, self._results, strict=True):
             for part, payload in zip(parts, payloads, strict=True):
                 payload.restore(part.x)
 
 
-def swap_shards(
-    talk: Talk, work: Work, shards: list[list[Part]], collective: str, finite: bool = True
-) -> tuple[list[list[Payload]], list[Tensor], bool]:
-    """Step 1: the payloads sent, the messages received from the others, whether all is finite.
+class ShardSwap:
+    """The first half: each rank gets, compressed, what the others have of its shard.
 
-    `collective` is whose memory is checked; `finite` is what this rank says of its own shard.
+    Args:
+        shards: of the reduction's tensors.
+        rank: this member, which owns shards[rank].
+        collective: whose memory is checked.
+
+    Attributes:
+        finite: whether all that was sent is, known after `exchange`.
     """
-    compressor, me = work.compressor, talk.members.index
-    with talk.preparing():
-        payloads = [
-            [] if j == me else [part.draft(compressor) for part in parts]
-            for j, parts in enumerate(shards)
+
+    def __init__(self, reduction: Reduction, shards: Shards, rank: int, collective: str) -> None:
+        self._reduction, self._shards, self._rank = reduction, shards, rank
+        self._collective = collective
+        self.finite = True
+
+    def prepare(self) -> None:
+        """Draft a payload for every other rank's shard."""
+        compressor = self._reduction.compressor
+        self._sent = [
+            [] if j == self._rank else [part.draft(compressor) for part in parts]
+            for j, parts in enumerate(self._shards)
         ]
-        nothing = torch.empty(0, dtype=torch.uint8, device=talk.device)
-        messages = [bundle(each) if each else nothing for each in payloads]
-        check_real(collective, work, messages, len(shards))
-        bad = not finite or any(p.non_finite for each in payloads for p in each)
-    said = talk.meet([bad], [m.numel() for m in messages])
-    received = talk.swap(messages, [one.words[me] for one in said])
-    others = [message for j, message in enumerate(received) if j != me]
-    return payloads, others, not any(one.numbers[0] for one in said)
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._shards[0][0].x.device)
+        self._messages = [bundle(each) if each else nothing for each in self._sent]
+        check_real(self._collective, self._reduction, self._messages, len(self._shards))
+        self.finite = not any(p.non_finite for each in self._sent for p in each)
+
+    def exchange(self, transport: Transport) -> None:
+        """Send them, receive those for the own shard."""
+        lengths = [message.numel() for message in self._messages]
+        records = transport.meet([not self.finite], lengths)
+        received = transport.swap(self._messages, [record.words[self._rank] for record in records])
+        self._messages = []
+        self._received = [message for j, message in enumerate(received) if j != self._rank]
+        self.finite = not any(record.numbers[0] for record in records)
+
+    def sums(self) -> list[Tensor]:
+        """The sums of the own shard over all ranks, in the type that sums are formed in."""
+        own, self_received = self._shards[self._rank], self._received
+        self._received = []
+        return sum_shards(own, self_received, self._reduction.compressor)
+
+    def settle(self) -> None:
+        """Bring the residuals of other ranks' shards up to date."""
+        settle_shards(self._shards, self._sent, self._reduction.compressor)
 
 
-def sum_shards(work: Work, own: list[Part], received: list[Tensor]) -> list[Tensor]:
-    """Step 2: x + r of the own shard plus what came from the others, in rank order."""
+def sum_shards(own: list[Part], received: list[Tensor], compressor: Compressor) -> list[Tensor]:
+    """x + r of the own shard plus what came from the others, in rank order."""
     extents = [part.extent for part in own]
-    opened = [unbundle(message, extents, work.compressor.fingerprint) for message in received]
+    opened = [unbundle(message, extents, compressor.fingerprint) for message in received]
     sums = []
     for i, part in enumerate(own):
         total = part.x.to(part.real, copy=True)
@@ -98,26 +139,21 @@ def sum_shards(work: Work, own: list[Part], received: list[Tensor]) -> list[Tens
     return sums
 
 
-def settle_shards(work: Work, shards: list[list[Part]], sent: list[list[Payload]]) -> None:
-    """Bring the residuals of other ranks' shards up to date."""
+def settle_shards(shards: Shards, sent: list[list[Payload]], compressor: Compressor) -> None:
+    """Residual <- (x + r) - payload, for the shards of which a payload was sent."""
     for parts, payloads in zip(shards, sent, strict=True):
         if payloads:
             for part, payload in zip(parts, payloads, strict=True):
-                part.settle(work.compressor, payload)
-
-
-def _shard(part: Part, index: int, count: int) -> Part:
-    lo, hi = share(part.x.numel(), index, count)
-    return part.cut(lo, hi, part.key.derive(index))
+                part.settle(compressor, payload)
 
 
 def _narrowed(total: Tensor, weight: float, part: Part) -> Tensor:
-    """weight * total in the tensor's own type: that decides how wide values travel."""
+    """weight * total in the tensor's own type: that decides how wide values are sent."""
     scaled = total if weight == 1 else total * weight
     return scaled.to(part.x.dtype)
 
 
-def _nothing(mean: Tensor, part: Part) -> Tensor | None:
+def _zero_residual(mean: Tensor, part: Part) -> Tensor | None:
     """A zero residual where there is one: RandomK scales what it sends unless it is remembered."""
     if part.r is None:
         return None

@@ -7,15 +7,14 @@ sees its neighbour die closes its own connections, and the news goes round the r
 """
 
 import contextlib
-import ctypes
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-c10d: Any = dist.distributed_c10d
+from thinwire import torch_internals
+
 WATCHED, WATCHER = 0, 1
 FOR_EVER = timedelta(days=30)
 FAREWELL = timedelta(milliseconds=300)  # for the neighbour to end its watch, too
@@ -40,14 +39,14 @@ class Watch:
         else:
             self._left = connect(f"watch/{left}", WATCHER, 2)
             self._right = connect(f"watch/{index}", WATCHED, 2)
-        self._work = self._left.broadcast([torch.zeros(1)], _options())
+        self._pending = _broadcast(self._left, torch.zeros(1))
 
     def alarmed(self) -> bool:
         """Whether the neighbour is gone without a farewell."""
-        if not self._work.is_completed():
+        if not self._pending.is_completed():
             return False
         try:
-            self._work.wait()
+            self._pending.wait()
         except RuntimeError:
             return True
         return False
@@ -56,19 +55,16 @@ class Watch:
         """End both watches; with a farewell the neighbour knows that all is well."""
         if farewell:
             with contextlib.suppress(RuntimeError):  # nobody may be there any more
-                self._right.broadcast([torch.ones(1)], _options()).wait(FAREWELL)
+                _broadcast(self._right, torch.ones(1)).wait(FAREWELL)
         self._right = None
         try:
-            self._work.wait(FAREWELL)
+            self._pending.wait(FAREWELL)
         except RuntimeError:
-            if not self._work.is_completed():
+            if not self._pending.is_completed():
                 # Its destructor would wait for the neighbour, who may live on.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._left))
-        self._left = self._work = None
+                torch_internals.keep_for_ever(self._left)
+        self._left = self._pending = None
 
 
-def _options() -> Any:
-    options = c10d.BroadcastOptions()
-    options.rootRank = WATCHED
-    options.timeout = FOR_EVER
-    return options
+def _broadcast(pair: Any, tensor: torch.Tensor) -> Any:
+    return torch_internals.broadcast(pair, tensor, WATCHED, FOR_EVER)

@@ -1,5 +1,6 @@
 """Giving a DDP model its method."""
 
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -13,8 +14,8 @@ from thinwire.compare.method import OPTIMIZERS, Method
 from thinwire.compressors import Joint
 from thinwire.frames import decode, pack
 from thinwire.kernels import Key
-from thinwire.optim.base import Talking
-from thinwire.parallel.ddp import attach
+from thinwire.optim.base import ExchangingOptimizer
+from thinwire.parallel import attach
 from thinwire.parallel.wire import Wire
 from thinwire.policies.registry import policy_of
 
@@ -67,11 +68,11 @@ def optimizer_of(method: Method, given: Optimizer, steps: int) -> Optimizer:
     return made
 
 
-def stats_of(wire: Wire | None, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
+def stats_of(wire: Wire | None, optimizer: Optimizer | None = None) -> Mapping[str, Any] | None:
     """What thinwire reports of a training, if it took part in it."""
     if wire is not None:
         return wire.stats()
-    if isinstance(optimizer, Talking):
+    if isinstance(optimizer, ExchangingOptimizer):
         told = optimizer.stats()
         return {"total": told, "seconds": told["seconds"], "tensors": {}}
     return None

@@ -1,6 +1,7 @@
 """What one rank measures of a training: loss, seconds and bytes after each step."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Meter:
     def evaluated(self, value: float) -> None:
         self.evaluations.append((len(self.losses), value))
 
-    def result(self, stats: dict[str, Any] | None) -> dict[str, Any]:
+    def result(self, stats: Mapping[str, Any] | None) -> dict[str, Any]:
         """What the run came to, in plain values; `stats` are thinwire's own, if it took part."""
         steps = max(1, len(self.losses))
         found: dict[str, Any] = {
@@ -82,7 +83,7 @@ class Meter:
             "tensors": [],
         }
         if stats is not None:
-            found["reported"] = stats["total"]["wire_bytes"]
+            found["reported"] = stats["total"]["network_bytes"]
             found["inside"] = {
                 kind: seconds / steps
                 for kind, seconds in stats["seconds"].items()

@@ -64,7 +64,7 @@ class _Visit:
         from torch.nn.parallel import DistributedDataParallel
 
         import thinwire.parallel
-        import thinwire.parallel.ddp
+        import thinwire.parallel.attachment
         from thinwire.compare.hooks import ddp_options, warm_up
         from thinwire.telemetry import listen
 
@@ -72,7 +72,7 @@ class _Visit:
         ddp: Any = DistributedDataParallel
         tensors: Any = torch.Tensor
         original_init, original_backward = ddp.__init__, tensors.backward
-        self._attach = thinwire.parallel.ddp.attach
+        self._attach = thinwire.parallel.attachment.attach
 
         def init(model: Any, *args: Any, **options: Any) -> None:
             original_init(model, *args, **{**options, **ddp_options(self._method)})
@@ -84,13 +84,13 @@ class _Visit:
             self._end_pass(tensor)
 
         ddp.__init__, tensors.backward = init, backward
-        for module in ("thinwire", "thinwire.parallel", "thinwire.parallel.ddp"):
+        for module in ("thinwire", "thinwire.parallel", "thinwire.parallel.attachment"):
             setattr(sys.modules[module], "attach", self._attached)  # noqa: B010, for mypy
         listen(self._tracked)
 
     def _made(self, model: Any) -> None:
         from thinwire.compare.hooks import equip
-        from thinwire.parallel.ddp import SOCKET, Socket
+        from thinwire.parallel.ddp import ATTRIBUTE, RegisteredHook
 
         self._models.append(model)
         self._meter.watch(model)
@@ -100,12 +100,12 @@ class _Visit:
             if self._method.name != "ddp":
                 equip(model, self._method)
             # A wire that the script attaches finds this in its place, and is never asked.
-            setattr(model, SOCKET, Socket(model.process_group))
+            setattr(model, ATTRIBUTE, RegisteredHook(model.process_group))
 
     def _attached(self, model: Any, compressor: Any, **options: Any) -> Any:
-        from thinwire.parallel.names import unwrapped
+        from thinwire.torch_internals import uncompiled
 
-        ddp = unwrapped(model)
+        ddp = uncompiled(model)
         if self._method.kind == "thinwire":
             before = self._wires.pop(id(ddp), None)
             if before is not None:

@@ -12,7 +12,7 @@ from thinwire.compare.counters import FULL
 from thinwire.compare.hooks import ddp_options, equip, optimizer_of, stats_of, warm_up
 from thinwire.compare.meter import Meter
 from thinwire.compare.method import Method
-from thinwire.optim.base import Talking
+from thinwire.optim.base import ExchangingOptimizer
 from thinwire.parallel.replicas import check_replicas
 from thinwire.parallel.wire import Wire
 from thinwire.workloads import Workload
@@ -61,7 +61,7 @@ class Training:
         model = DistributedDataParallel(task.model(seed), **ddp_options(self._method))
         every = max(1, steps // _MEASUREMENTS)
         optimizer = optimizer_of(self._method, task.optimizer(model), steps)
-        alone = isinstance(optimizer, Talking)  # gradients stay where they are
+        alone = isinstance(optimizer, ExchangingOptimizer)  # gradients stay where they are
         options: dict[str, Any] = {"measure_every": every, "seed": seed, "optimizer": optimizer}
         wire = equip(model, self._method, **(options if self._ours else {}))
         schedule = task.schedule(optimizer, steps)

@@ -1,13 +1,13 @@
 """The contract of every feedback.
 
-A feedback is an immutable description. What it remembers of one flat tensor is a dictionary of
-vectors (`parts`), made and kept by the reducer. For each exchange it makes a `Turn`, which says
-what goes through the collective and brings the vectors up to date afterwards:
+A feedback is an immutable description. Its state for one flat tensor is a dictionary of vectors
+(`parts`), made and kept by the reducer. For each exchange it makes an `Update`, with the stages of
+an exchange:
 
-1. `before` fills `turn.tensor` and `turn.residual` from the gradient and the memory.
-2. The collective averages `turn.tensor` and leaves in `turn.residual` what was not sent.
-3. `after` writes the result to the gradient.
-4. `commit` brings the memory up to date.
+1. `prepare` fills `update.tensor` and `update.residual` from the gradient and the state.
+2. The collective averages `update.tensor` and leaves in `update.residual` what was not sent.
+3. `finish` writes the result to the gradient.
+4. `commit` brings the state up to date.
 
 All of it is written in terms of the residual: for every compressor and collective, the ranks' x +
 old residuals add up to the result and the new residuals. So every feedback works with all of them.
@@ -21,38 +21,38 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.feedback.vector import STORAGES, Room, Vector
+from thinwire.feedback.state import STORAGES, ScratchBuffers, StateVector
 from thinwire.spec import spec_of
 
-Memory = Mapping[str, Vector]
+State = Mapping[str, StateVector]
 
 
-class Desk(NamedTuple):
-    """Where a turn works.
+class Workspace(NamedTuple):
+    """Where an update works.
 
     Args:
-        room: memory shared with the turns that come before and after.
-        name: for this turn's part of it.
-        first: whether the memory is still zero.
-        later: `commit` comes after other exchanges, or never: then the memory must be untouched and
-            the desk its own.
+        buffers: shared with the updates that come before and after.
+        name: for this update's part of them.
+        first: whether the state is still zero.
+        separate: `commit` comes after other exchanges, or never: then the state must be untouched
+            and the memory the update's own.
         size: of the group.
     """
 
-    room: Room
+    buffers: ScratchBuffers
     name: str
     first: bool
-    later: bool
+    separate: bool
     size: int = 1
 
-    def take(self, name: str, like: Vector) -> Tensor:
+    def take(self, name: str, like: StateVector) -> Tensor:
         """A tensor to work in, with any content."""
-        if self.later:
+        if self.separate:
             return torch.empty(like.numel, dtype=like.dtype, device=like.device)
-        return self.room.take(f"{self.name} {name}", like.numel, like.dtype, like.device)
+        return self.buffers.take(f"{self.name} {name}", like.numel, like.dtype, like.device)
 
 
-class Turn(ABC):
+class Update(ABC):
     """One exchange of one flat tensor.
 
     Args:
@@ -62,39 +62,38 @@ class Turn(ABC):
 
     def __init__(self, x: Tensor, tensor: Tensor, residual: Tensor | None) -> None:
         self.x, self.tensor, self.residual = x, tensor, residual
-        self.resting: list[tuple[int, int, Tensor]] = []  # stretches, and what waits there
+        self.held_back: list[tuple[int, int, Tensor]] = []  # stretches, and their residual
 
     @abstractmethod
-    def before(self) -> None:
+    def prepare(self) -> None:
         """Fill `tensor` and `residual`."""
 
-    def rest(self, lo: int, hi: int) -> None:
-        """Called after `before`: nothing of this stretch is to be sent, what waits goes on
-        waiting."""
+    def hold_back(self, lo: int, hi: int) -> None:
+        """Called after `prepare`: nothing of this stretch is to be sent, its residual stays."""
         if self.residual is not None:
-            self.resting.append((lo, hi, self.residual[lo:hi].clone()))
+            self.held_back.append((lo, hi, self.residual[lo:hi].clone()))
             self.residual[lo:hi].zero_()
 
-    def wake(self) -> None:
-        """Called before `commit`."""
-        for lo, hi, values in self.resting:
+    def release(self) -> None:
+        """Called before `commit`: puts back what was held back."""
+        for lo, hi, values in self.held_back:
             assert self.residual is not None
             self.residual[lo:hi].copy_(values)
 
     @abstractmethod
-    def after(self) -> None:
+    def finish(self) -> None:
         """Write the result of a finite exchange to `x`."""
 
-    def alone(self) -> None:
+    def finish_alone(self) -> None:
         """The same in a group of one, where all that there is to send is the result."""
         if self.residual is not None:
             self.tensor.add_(self.residual)
             self.residual.zero_()
-        self.after()
+        self.finish()
 
     @abstractmethod
     def commit(self) -> None:
-        """Bring the memory up to date."""
+        """Bring the state up to date."""
 
 
 @dataclass(frozen=True)
@@ -102,28 +101,57 @@ class Feedback(ABC):
     """Base of all feedbacks; see the module for the contract."""
 
     name: ClassVar[str]
-    parts: ClassVar[tuple[str, ...]] = ()  # names of the vectors remembered for a tensor
+    parts: ClassVar[tuple[str, ...]] = ()  # names of the vectors that are the state of a tensor
     dense_start: ClassVar[bool] = False  # whether the first exchange goes uncompressed
 
     def __str__(self) -> str:
         return spec_of(self)
 
     def resets(self, step: int) -> bool:
-        """Whether the memory starts from zero after so many steps."""
+        """Whether the state starts from zero after so many steps."""
         return False
 
-    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> dict[str, Vector]:
+    def new_state(
+        self, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> dict[str, StateVector]:
         """Zero vectors for a tensor of this size and type."""
         return {}
 
     @abstractmethod
-    def turn(self, memory: Memory, x: Tensor, desk: Desk) -> Turn:
+    def update(self, state: State, x: Tensor, workspace: Workspace) -> Update:
         """One exchange of x, which is flat and contiguous."""
 
 
 @dataclass(frozen=True)
+class NoFeedback(Feedback):
+    """Nothing is remembered: what a compressor leaves out is lost.
+
+    Right for unbiased compressors (QSGD, TernGrad, Natural) and for those that lose nothing.
+    """
+
+    name: ClassVar[str] = "none"
+
+    def update(self, state: State, x: Tensor, workspace: Workspace) -> Update:
+        return InPlaceUpdate(x, x, None)
+
+
+class InPlaceUpdate(Update):
+    """The collective works on the gradient and the residual themselves, or leaves them as they
+    were."""
+
+    def prepare(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def commit(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
 class Remembering(Feedback):
-    """What feedbacks with a memory have in common."""
+    """What feedbacks with a state have in common."""
 
     storage: str = field(default="fp32", kw_only=True)
     reset: int = field(default=0, kw_only=True)
@@ -139,6 +167,8 @@ class Remembering(Feedback):
     def resets(self, step: int) -> bool:
         return self.reset > 0 and step % self.reset == 0
 
-    def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> dict[str, Vector]:
+    def new_state(
+        self, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> dict[str, StateVector]:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return {part: Vector(numel, wide, device, self.storage) for part in self.parts}
+        return {part: StateVector(numel, wide, device, self.storage) for part in self.parts}

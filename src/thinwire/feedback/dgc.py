@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.feedback.base import Desk, Memory, Remembering, Turn
+from thinwire.feedback.base import Remembering, State, Update, Workspace
 
 
 @dataclass(frozen=True)
@@ -52,23 +52,23 @@ class DGC(Remembering):
         if not isinstance(self.nesterov, bool):
             raise ValueError(f"DGC: nesterov must be true or false, got {self.nesterov!r}")
 
-    def turn(self, memory: Memory, x: Tensor, desk: Desk) -> Turn:
-        return _Turn(self, memory, x, desk)
+    def update(self, state: State, x: Tensor, workspace: Workspace) -> Update:
+        return _DGCUpdate(self, state, x, workspace)
 
 
-class _Turn(Turn):
+class _DGCUpdate(Update):
     """The collective gets u (with g for Nesterov) and v as the residual."""
 
-    def __init__(self, settings: DGC, memory: Memory, x: Tensor, desk: Desk) -> None:
-        kept = memory["residual"]
-        super().__init__(x, desk.take("tensor", kept), desk.take("residual", kept))
-        self._settings, self._memory, self._size = settings, memory, desk.size
-        self._u = desk.take("u", kept)
-        self._v = desk.take("v", kept)  # all that could have been sent
+    def __init__(self, settings: DGC, state: State, x: Tensor, workspace: Workspace) -> None:
+        kept = state["residual"]
+        super().__init__(x, workspace.take("tensor", kept), workspace.take("residual", kept))
+        self._settings, self._state, self._size = settings, state, workspace.size
+        self._u = workspace.take("u", kept)
+        self._v = workspace.take("v", kept)  # all that could have been sent
 
-    def before(self) -> None:
+    def prepare(self) -> None:
         assert self.residual is not None
-        m, u = self._settings.momentum, self._memory["u"].read(self._u)
+        m, u = self._settings.momentum, self._state["u"].read(self._u)
         gradient = self._clipped(self.tensor.copy_(self.x))
         if self._settings.nesterov:
             u.add_(gradient).mul_(m)
@@ -76,7 +76,7 @@ class _Turn(Turn):
         else:
             u.mul_(m).add_(gradient)
             gradient.copy_(u)
-        self._memory["residual"].read(self.residual)
+        self._state["residual"].read(self.residual)
         torch.add(self.residual, self.tensor, out=self._v)
 
     def _clipped(self, gradient: Tensor) -> Tensor:
@@ -87,19 +87,19 @@ class _Turn(Turn):
                 gradient.mul_(most / norm)
         return gradient
 
-    def rest(self, lo: int, hi: int) -> None:
-        super().rest(lo, hi)
+    def hold_back(self, lo: int, hi: int) -> None:
+        super().hold_back(lo, hi)
         self.tensor[lo:hi].zero_()
 
-    def after(self) -> None:
+    def finish(self) -> None:
         self.x.copy_(self.tensor)
 
     def commit(self) -> None:
         assert self.residual is not None
-        for lo, hi, waiting in self.resting:
-            self._u[lo:hi].copy_(self._memory["u"].read()[lo:hi])
+        for lo, hi, waiting in self.held_back:
+            self._u[lo:hi].copy_(self._state["u"].read()[lo:hi])
             self._v[lo:hi].copy_(waiting)
         if self.residual.any():
             self._u.masked_fill_(self.residual != self._v, 0.0)
-        self._memory["u"].write(self._u)
-        self._memory["residual"].write(self.residual)
+        self._state["u"].write(self._u)
+        self._state["residual"].write(self.residual)

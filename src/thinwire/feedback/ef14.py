@@ -3,8 +3,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.feedback.base import Desk, Memory, Remembering, Turn
-from thinwire.feedback.vector import Vector
+from thinwire.feedback.base import InPlaceUpdate, Remembering, State, Update, Workspace
+from thinwire.feedback.state import StateVector
 
 
 @dataclass(frozen=True)
@@ -41,38 +41,27 @@ class EF14(Remembering):
         if not number or not 0 <= self.decay <= 1:
             raise ValueError(f"EF14: decay must be in [0, 1], got {self.decay!r}")
 
-    def turn(self, memory: Memory, x: Tensor, desk: Desk) -> Turn:
-        kept = memory["residual"]
-        if kept.direct is not None and self.decay == 1 and not desk.later:
-            return _InPlace(x, x, kept.direct)
-        return _InCopy(x, desk.take("residual", kept), kept, self.decay)
+    def update(self, state: State, x: Tensor, workspace: Workspace) -> Update:
+        kept = state["residual"]
+        if kept.direct is not None and self.decay == 1 and not workspace.separate:
+            return InPlaceUpdate(x, x, kept.direct)
+        return _CopyUpdate(x, workspace.take("residual", kept), kept, self.decay)
 
 
-class _InPlace(Turn):
-    """The collective settles the residual itself, or leaves it as it was."""
+class _CopyUpdate(Update):
+    """The residual is worked on in a copy."""
 
-    def before(self) -> None:
-        pass
+    def __init__(self, x: Tensor, copy: Tensor, kept: StateVector, decay: float) -> None:
+        super().__init__(x, x, copy)
+        self._copy, self._kept, self._decay = copy, kept, decay
 
-    def after(self) -> None:
-        pass
-
-    def commit(self) -> None:
-        pass
-
-
-class _InCopy(Turn):
-    def __init__(self, x: Tensor, work: Tensor, kept: Vector, decay: float) -> None:
-        super().__init__(x, x, work)
-        self._work, self._kept, self._decay = work, kept, decay
-
-    def before(self) -> None:
-        self._kept.read(self._work)
+    def prepare(self) -> None:
+        self._kept.read(self._copy)
         if self._decay != 1:
-            self._work.mul_(self._decay)
+            self._copy.mul_(self._decay)
 
-    def after(self) -> None:
+    def finish(self) -> None:
         pass
 
     def commit(self) -> None:
-        self._kept.write(self._work)
+        self._kept.write(self._copy)

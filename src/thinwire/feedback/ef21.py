@@ -4,12 +4,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.feedback.base import Desk, Memory, Remembering, Turn
+from thinwire.feedback.base import Remembering, State, Update, Workspace
 
 
 @dataclass(frozen=True)
 class EF21(Remembering):
-    """What travels is the change since the last step.
+    """What is sent is the change since the last step.
 
     c = C(g - h); h = h + c; H = H + mean(c); the step is taken with H, which is the mean of the
     ranks' h at all times. The first step goes uncompressed: h = g, H = mean(g). Nothing piles up
@@ -37,8 +37,8 @@ class EF21(Remembering):
     def _eta(self) -> float:
         return 1.0
 
-    def turn(self, memory: Memory, x: Tensor, desk: Desk) -> Turn:
-        return _Turn(memory, x, desk, 1.0 if desk.first else self._eta)
+    def update(self, state: State, x: Tensor, workspace: Workspace) -> Update:
+        return _EF21Update(state, x, workspace, 1.0 if workspace.first else self._eta)
 
 
 @dataclass(frozen=True)
@@ -76,40 +76,40 @@ class EF21M(EF21):
         return self.eta
 
 
-class _Turn(Turn):
+class _EF21Update(Update):
     """t = v - h goes through the collective with a zero residual r: h + c is v - r then.
 
     t is float32 whatever the gradient is: H is a long sum, and rounding would pile up in it.
     """
 
-    def __init__(self, memory: Memory, x: Tensor, desk: Desk, eta: float) -> None:
-        h = memory["h"]
-        super().__init__(x, desk.take("change", h), desk.take("residual", h))
-        self._memory, self._eta = memory, eta
-        self._v = desk.take("v", h)
-        self._mean = desk.take("mean", h)
+    def __init__(self, state: State, x: Tensor, workspace: Workspace, eta: float) -> None:
+        h = state["h"]
+        super().__init__(x, workspace.take("change", h), workspace.take("residual", h))
+        self._state, self._eta = state, eta
+        self._v = workspace.take("v", h)
+        self._mean = workspace.take("mean", h)
 
-    def before(self) -> None:
+    def prepare(self) -> None:
         assert self.residual is not None
         if self._eta == 1:
             self._v.copy_(self.x)
         else:
-            self._memory["v"].read(self._v)
+            self._state["v"].read(self._v)
             self._v.mul_(1 - self._eta).add_(self.x, alpha=self._eta)
-        torch.sub(self._v, self._memory["h"].read(), out=self.tensor)
+        torch.sub(self._v, self._state["h"].read(), out=self.tensor)
         self.residual.zero_()
 
-    def after(self) -> None:
-        torch.add(self._memory["mean"].read(), self.tensor, out=self._mean)
+    def finish(self) -> None:
+        torch.add(self._state["mean"].read(), self.tensor, out=self._mean)
         self.x.copy_(self._mean)
 
-    def alone(self) -> None:
+    def finish_alone(self) -> None:
         self._mean.copy_(self._v)  # what h + (v - h) is but for rounding
         self.x.copy_(self._mean)
 
     def commit(self) -> None:
         assert self.residual is not None
-        self._memory["mean"].write(self._mean)
-        self._memory["h"].write(torch.sub(self._v, self.residual, out=self.residual))
-        if "v" in self._memory:
-            self._memory["v"].write(self._v)
+        self._state["mean"].write(self._mean)
+        self._state["h"].write(torch.sub(self._v, self.residual, out=self.residual))
+        if "v" in self._state:
+            self._state["v"].write(self._v)

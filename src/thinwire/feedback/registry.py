@@ -1,11 +1,10 @@
 """All feedbacks by name. A new one is one line in `_ALL`."""
 
 from thinwire.compressors import Compressor, Joint
-from thinwire.feedback.base import Feedback
+from thinwire.feedback.base import Feedback, NoFeedback
 from thinwire.feedback.dgc import DGC
 from thinwire.feedback.ef14 import EF14
 from thinwire.feedback.ef21 import EF21, EF21M
-from thinwire.feedback.none import NoFeedback
 from thinwire.feedback.vote import Vote
 from thinwire.spec import build
 

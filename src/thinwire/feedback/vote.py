@@ -4,14 +4,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.feedback.base import Desk, Memory, Remembering, Turn
+from thinwire.feedback.base import Remembering, State, Update, Workspace
 
 
 @dataclass(frozen=True)
 class Vote(Remembering):
     """Every rank gives the sign of each element, and the majority wins: signSGD and Signum.
 
-    m = momentum * m + (1 - momentum) * g; what travels is sign(m); the step is taken with the sign
+    m = momentum * m + (1 - momentum) * g; what is sent is sign(m); the step is taken with the sign
     of the sum of all ranks' signs, ties (and zeros) counting as +1. Without momentum that is
     signSGD, with it Signum. The size of gradients is lost: choose a learning rate for steps of
     +-1, some hundred times smaller than that of SGD. What is left out is not remembered.
@@ -40,19 +40,19 @@ class Vote(Remembering):
         if not number or not 0 <= self.momentum < 1:
             raise ValueError(f"Vote: momentum must be in [0, 1), got {self.momentum!r}")
 
-    def turn(self, memory: Memory, x: Tensor, desk: Desk) -> Turn:
-        return _Turn(self.momentum, memory, x, desk)
+    def update(self, state: State, x: Tensor, workspace: Workspace) -> Update:
+        return _VoteUpdate(self.momentum, state, x, workspace)
 
 
-class _Turn(Turn):
-    def __init__(self, momentum: float, memory: Memory, x: Tensor, desk: Desk) -> None:
-        kept = memory["m"]
-        super().__init__(x, desk.take("signs", kept), None)
-        self._momentum, self._kept, self._size = momentum, kept, desk.size
-        self._m = desk.take("m", kept)
+class _VoteUpdate(Update):
+    def __init__(self, momentum: float, state: State, x: Tensor, workspace: Workspace) -> None:
+        kept = state["m"]
+        super().__init__(x, workspace.take("signs", kept), None)
+        self._momentum, self._kept, self._size = momentum, kept, workspace.size
+        self._m = workspace.take("m", kept)
         self._sound = True
 
-    def before(self) -> None:
+    def prepare(self) -> None:
         if self._momentum:
             self._kept.read(self._m).mul_(self._momentum)
             self._m.add_(self.x, alpha=1 - self._momentum)
@@ -62,8 +62,8 @@ class _Turn(Turn):
         # keeps being one: all ranks must hear of it.
         signs(self._m, self.tensor).mul_(self._size).add_(self._m - self._m)
 
-    def after(self) -> None:
-        # What travels as it is was not looked at on the way; all ranks see the same here.
+    def finish(self) -> None:
+        # Uncompressed tensors were not looked at on the way; all ranks see the same here.
         broken = self.tensor - self.tensor  # zero, or NaN
         self._sound = not bool(broken.isnan().any())
         self.x.copy_(signs(self.tensor, self.tensor).add_(broken))

@@ -8,7 +8,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.collectives.choose import suits
-from thinwire.collectives.memory import limit_of
-from thinwire.collectives.reduce import start
-from thinwire.collectives.start import Group, Timeout, span_of
+from thinwire.collectives.allreduce import AllReduce
+from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.compressors import Compressor, NoCompression, ScaledSign, compressor_of
 from thinwire.errors import ThinwireWarning
 from thinwire.kernels import Key
@@ -28,7 +26,7 @@ from thinwire.optim.slot import Slot
 from thinwire.telemetry import Ledger
 
 ONE_BIT = ScaledSign("l2")
-DENSE = NoCompression()
+UNCOMPRESSED = NoCompression()
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Parcel:
     pieces: list[Tensor]
 
 
-class Talking(Optimizer):
+class ExchangingOptimizer(Optimizer):
     """Base of the optimizers that exchange by themselves.
 
     Subclasses implement `_advance`, and check the settings of a group in `_check`.
@@ -66,15 +64,13 @@ class Talking(Optimizer):
         who = type(self).__name__
         self._masks = check.masks(who, masks)
         self._compressor = compressor_of(compressor)
-        unsuited = suits("twoshot", self._compressor)
-        if unsuited is not None:
-            raise ValueError(f"{who}: {self._compressor} cannot go through 'twoshot': {unsuited}")
-        limit_of(max_bytes), span_of(timeout)  # refused here and now
-        self._options: dict[str, Any] = {
-            "group": group,
-            "max_bytes": max_bytes,
-            "timeout": timeout,
-        }
+        self._options = Options.of(
+            group, collective="twoshot", max_bytes=max_bytes, timeout=timeout
+        )
+        try:
+            self._options.check(self._compressor)
+        except ValueError as error:
+            raise ValueError(f"{who}: {error}") from None
         self._ledger = Ledger()
         self._skipped = 0
         self._lives: dict[Tensor, Tensor | None] = {}  # while the variance stays as it is
@@ -142,12 +138,12 @@ class Talking(Optimizer):
         return [slot.gradient(1.0 if scale is None else float(scale), copy) for slot in slots]
 
     def _average(self, slots: Sequence[Slot], tensors: list[Tensor], step: int) -> bool:
-        """Average tensors over the group, in place and as they are.
+        """Average tensors over the group, in place, uncompressed.
 
         Returns:
             Whether all of it is finite; otherwise the step is to be left out.
         """
-        self._carry(slots, tensors, [None] * len(tensors), DENSE, step)
+        self._carry(slots, tensors, [None] * len(tensors), UNCOMPRESSED, step)
         return self._sound(all(map(is_finite, tensors)))
 
     def _compress(self, slots: Sequence[Slot], tensors: list[Tensor], step: int) -> bool:
@@ -183,20 +179,17 @@ class Talking(Optimizer):
         compressor: Compressor,
         step: int,
     ) -> bool:
-        handle = start(
+        options = self._options
+        exchange = AllReduce(
             f"{type(self).__name__}.step",
             tensors,
-            compressor,
             residuals,
-            None,
-            op=dist.ReduceOp.AVG,
-            async_op=True,
-            collective="auto" if compressor is DENSE else "twoshot",
+            compressor,
+            replace(options, collective="auto") if compressor is UNCOMPRESSED else options,
             key=Key(step=step % (1 << 32)),
-            about=(("step", f"{step}"), ("settings", self._settings())),
-            **self._options,
+            details=(("step", f"{step}"), ("settings", self._settings())),
         )
-        handle.wait()
+        handle = exchange.start()
         names = tuple(slot.name for slot in slots)
         self._ledger.note(handle, [Parcel(names, list(tensors))], compressor)
         return handle.account.finite
@@ -232,13 +225,13 @@ class Talking(Optimizer):
 
     @property
     def _size(self) -> int:
-        return dist.get_world_size(self._options["group"])
+        return dist.get_world_size(self._options.group)
 
     def stats(self) -> dict[str, Any]:
         """What the exchanges came to on this rank since the optimizer was made.
 
         Returns:
-            bytes_sent, bytes_received, wire_bytes (with gloo's headers), exchanges, seconds
+            bytes_sent, bytes_received, network_bytes (with gloo's headers), exchanges, seconds
             (encode, network, decode), steps, skipped, and error_norm: the length of what is yet to
             be sent.
         """
@@ -250,7 +243,7 @@ class Talking(Optimizer):
             "exchanges": self._ledger.exchanges,
             "bytes_sent": self._ledger.bytes_sent,
             "bytes_received": self._ledger.bytes_received,
-            "wire_bytes": self._ledger.wire_bytes,
+            "network_bytes": self._ledger.network_bytes,
             "seconds": dict(self._ledger.seconds),
             "error_norm": math.sqrt(sum(map(float, errors))),
         }
@@ -303,7 +296,7 @@ class Talking(Optimizer):
         if not isinstance(states, Sequence) or not states:
             raise ValueError(f"{who}: expected a state, or a list of all ranks' states")
         if len(states) == self._size:
-            return states[dist.get_rank(self._options["group"])]
+            return states[dist.get_rank(self._options.group)]
         self._check_states(states)
         first = states[0]
         means = {

@@ -3,7 +3,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from thinwire.collectives.start import Group, Timeout
+from thinwire.collectives.options import Group, Timeout
 from thinwire.compressors import Compressor
 from thinwire.optim import adam, check
 from thinwire.optim.base import ONE_BIT

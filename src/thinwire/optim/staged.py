@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.optim import adam, check
-from thinwire.optim.base import Talking
+from thinwire.optim.base import ExchangingOptimizer
 from thinwire.optim.slot import Slot
 
 
-class Staged(Talking):
+class Staged(ExchangingOptimizer):
     """Base of `OneBitAdam` and `OneBitLamb`: what travels, and when."""
 
     @property

@@ -4,10 +4,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.collectives.start import Group, Timeout
+from thinwire.collectives.options import Group, Timeout
 from thinwire.compressors import Compressor
 from thinwire.optim import adam, check
-from thinwire.optim.base import ONE_BIT, Talking, is_finite
+from thinwire.optim.base import ONE_BIT, ExchangingOptimizer, is_finite
 from thinwire.optim.schedule import interval_at, variance_at
 from thinwire.optim.slot import Slot
 
@@ -20,7 +20,7 @@ class Sum(NamedTuple):
     keep: float  # k
 
 
-class ZeroOneAdam(Talking):
+class ZeroOneAdam(ExchangingOptimizer):
     """Adam that sends one bit an element from the start, and later meets only now and then.
 
     **Until step var_freeze_step** ranks meet at every step. Where the variance is updated the

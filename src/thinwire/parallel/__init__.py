@@ -1,6 +1,6 @@
-"""Training with compressed exchanges: the DDP hook, checkpoints, the check of replicas."""
+"""Training with compressed exchanges: attaching to a model, checkpoints, the check of replicas."""
 
-from thinwire.parallel.ddp import attach
+from thinwire.parallel.attachment import attach
 from thinwire.parallel.replicas import check_replicas
 from thinwire.parallel.wire import Wire
 

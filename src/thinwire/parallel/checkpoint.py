@@ -6,7 +6,7 @@ from the model: what is not a tensor would be pickled.
 
     thinwire_ranks    [ranks]             1 each
     run               [4]                 step, seed in two halves, scale as bits
-    tensors           [tensors, 4]        steps, turn, bucket, place in it; -1 for none
+    tensors           [tensors, 4]        steps, count, bucket, place in it; -1 for none
     policy            [numbers]           what the policy knows, the same on all ranks
     state.PART.NAME   [ranks, numel]      what is remembered
     recalled.PART.NAME                    what a joint compressor finds again, the same on all ranks
@@ -35,7 +35,7 @@ class Checkpoint:
 
     def __init__(self, wire: "Wire", path: Any = None) -> None:
         self._wire = wire
-        self._group = wire._group
+        self._group = wire._reducer.options.group
         self._path = path
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,8 +50,8 @@ class Checkpoint:
             "tensors": self._table(own),
             "policy": torch.tensor(own["policy"], dtype=torch.float64),
         }
-        for part in self._wire.reducer.feedback.parts:
-            for name, parameter in self._wire.remembered().items():
+        for part in self._wire._reducer.feedback.parts:
+            for name, parameter in self._wire._remembered().items():
                 wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
                 row = kept.get(name, {}).get(part)
                 if row is None:
@@ -66,11 +66,11 @@ class Checkpoint:
     def _recalled(self) -> list[tuple[str, str, tuple[int, ...], Tensor]]:
         """What joint compressors find again: name, part, shape, and a tensor of its type."""
         rows = []
-        steering = self._wire.steering
+        choices = self._wire._choices
         for name, parameter in self._wire._parameters.items():
-            compressor = steering.compressor_of(name)
+            compressor = choices.compressor_of(name)
             # Of choices that change, the next process cannot know the shapes before it has loaded.
-            if isinstance(compressor, Joint) and steering.chooser.fixed:
+            if isinstance(compressor, Joint) and choices.fixed:
                 wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
                 like = torch.empty(0, dtype=wide, device=parameter.device)
                 for part, shape in compressor.recalls(parameter.shape).items():
@@ -90,7 +90,7 @@ class Checkpoint:
             if row[0] < 0:
                 continue
             tensors[name] = {"steps": row[0]}
-            for part in wire.reducer.feedback.parts:
+            for part in wire._reducer.feedback.parts:
                 local = state[f"state.{part}.{name}"].to_local()
                 tensors[name][part] = local[0].clone() if same else self._mean(local, saved)
         recalled: dict[str, dict[str, Tensor]] = {}
@@ -105,8 +105,8 @@ class Checkpoint:
                 "policy": state["policy"].tolist(),
                 "reducer": {
                     "seed": high * HALF + low,
-                    "feedback": str(wire.reducer.feedback),
-                    "turns": {n: row[1] for n, row in zip(names, table, strict=True) if row[1]},
+                    "feedback": str(wire._reducer.feedback),
+                    "counts": {n: row[1] for n, row in zip(names, table, strict=True) if row[1]},
                     "recalled": recalled,
                     "tensors": tensors,
                 },
@@ -122,8 +122,8 @@ class Checkpoint:
         for name in self._wire._parameters:
             kept = reducer["tensors"].get(name, {})
             steps = kept["steps"] if len(kept) > 1 else -1
-            turn = reducer["turns"].get(name, 0)
-            rows.append([steps, turn, *places.get(name, (-1, -1))])
+            count = reducer["counts"].get(name, 0)
+            rows.append([steps, count, *places.get(name, (-1, -1))])
         return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
 
     def _mean(self, rows: Tensor, saved: int) -> Tensor:

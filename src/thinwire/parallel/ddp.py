@@ -1,241 +1,406 @@
-"""attach: one line that switches compression on for a DDP model."""
+"""The hook of a DistributedDataParallel model: what it does with each bucket.
+
+    hook(bucket)       pieces -> plan -> exchanges on the group's own thread; backward goes on
+    end of an exchange (on that thread) buckets whose tensors are all there are handed to DDP
+    end of backward    wait for all exchanges, note what went wrong
+    after DDP's end    raise it, as itself
+
+The last two run as callbacks of the autograd engine, queued with the last bucket: the first before
+DDP finishes its buckets, the second after it.
+"""
 
 import logging
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives.nodes import Nodes
-from thinwire.collectives.reduce import check_collective
-from thinwire.collectives.start import Timeout
+from thinwire import kernels
+from thinwire.collectives.exchange import Refusal
+from thinwire.collectives.handle import Handle
 from thinwire.compressors import Compressor
-from thinwire.feedback import DGC, Feedback, NoFeedback, Vote, feedback_for
-from thinwire.methods.recipes import recipe_of
-from thinwire.parallel.momentum import take_momentum, with_momentum
-from thinwire.parallel.names import parameter_names, unwrapped
-from thinwire.parallel.steering import Steering, targets_of
-from thinwire.parallel.wire import Wire
-from thinwire.policies.base import Policy
-from thinwire.policies.fixed import ByName, Fixed
-from thinwire.policies.registry import policy_of
-from thinwire.reducer.reducer import Reducer
+from thinwire.errors import MismatchError, PeerError
+from thinwire.feedback.base import Update
+from thinwire.kernels import Key
+from thinwire.parallel.plan import Piece, PlannedExchange, Planner
+from thinwire.parallel.replicas import ReplicaCheck
+from thinwire.parallel.wire import Layout, Wire
+from thinwire.policies.base import Measured
+from thinwire.reducer.exchange import Driver, UnitExchange
+from thinwire.reducer.unit import Unit
+from thinwire.reducer.units import UNCOMPRESSED
+from thinwire.telemetry import span
+from thinwire.torch_internals import queue_callback
 
 log = logging.getLogger("thinwire")
-Choice = Compressor | str | None
-SOCKET = "_thinwire_socket"
+ATTRIBUTE = "_thinwire_hook"  # of a DDP module that has one
+REPLAYS = 2  # DDP has formed its final buckets after so many backward passes
+
+GradBucket = Any  # torch.distributed.GradBucket has no types
+Future = torch.futures.Future[Tensor]
 
 
-class Socket:
-    """DDP takes one hook for ever: this one asks whether a wire is plugged in."""
+class Scaler(Protocol):
+    """A torch.amp.GradScaler, or the like."""
+
+    def get_scale(self) -> float: ...
+
+
+class RegisteredHook:
+    """DDP takes one hook for ever: this one asks whether a wire is attached."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self.wire: Wire | None = None
+        self.current: DDPHook | None = None
 
 
-def _hook(
-    socket: Socket,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
+def _call(
+    registered: RegisteredHook,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP insists on this annotation
 ) -> torch.futures.Future[Tensor]:
-    if socket.wire is None:
-        return allreduce_hook(socket.group, bucket)
-    return socket.wire.carry(bucket)
+    if registered.current is None:
+        return allreduce_hook(registered.group, bucket)
+    return registered.current(bucket)
 
 
-def attach(
-    model: nn.Module,
-    compressor: Compressor | Policy | str | Callable[[str], Choice],
-    *,
-    feedback: Feedback | str = "auto",
-    granularity: str = "bucket",
-    collective: str = "auto",
-    nodes: Nodes = None,
-    inner: Compressor | str = "none",
-    inner_feedback: str = "ef14",
-    min_numel: int = 1024,
-    exclude: str | Sequence[str] = (),
-    scaler: Any = None,
-    optimizer: Any = None,
-    seed: int = 0,
-    max_bytes: int | str | None = None,
-    timeout: Timeout = None,
-    check_every: int = 0,
-    measure_every: int = 100,
-) -> Wire:
-    """Compress what a DistributedDataParallel model exchanges in its backward passes.
-
-    Tensors with fewer than two dimensions, with fewer than `min_numel` elements or excluded travel
-    as they are, together. Compression and communication run on a thread of their own while backward
-    goes on. Errors come out of ``backward()``.
+class DDPHook:
+    """Exchanges the buckets of a model, and tells its wire of each step.
 
     Args:
-        model: a DistributedDataParallel module without a communication hook (torch.compile around
-            it or inside it is fine).
-        compressor: a compressor or a policy that chooses one, the spec of either ("topk:0.01",
-            "auto", see docs/policies.md), a method's name ("dgc:0.001", see `thinwire methods`), or
-            a function from a parameter's name to a compressor or its spec, or to None for what is
-            to travel as it is.
-        feedback: what is remembered of what was left out: "none", "ef14", "ef21", "ef21m:0.1" or an
-            object; "auto" is EF14, or none where nothing is lost or the compressor is unbiased.
-        granularity: "bucket" compresses all tensors of one of DDP's buckets as one, which is
-            faster; "tensor" compresses each by itself.
-        collective, max_bytes, timeout: as for `thinwire.all_reduce`.
-        nodes, inner, inner_feedback: as for `thinwire.all_reduce`: ``nodes=8`` for eight ranks a
-            node adds gradients up inside nodes, as they are or with the compressor `inner`, and
-            compresses only what goes between nodes. Tensors that travel as they are do so, too,
-            unless they come to less than 128 KiB together.
-        exclude: patterns of parameter names, as in a shell ("embed*", "*.head.*").
-        scaler: the GradScaler of this model, if there is one: residuals follow its scale and stay
-            as they were in steps that it skips (at the cost of a second copy of the residuals).
-        optimizer: that trains the model; needed by "dgc", which takes its momentum over.
-        seed: for compressors that draw random numbers; the same on all ranks.
-        check_every: compare the replicas every so many steps; 0 for never.
-        measure_every: steps between two measurements of the compression error; 0 for never.
-
-    Returns:
-        The wire: `stats`, `summary`, `explain`, `state_dict`, `load_state_dict`, `detach`.
-
-    Example:
-        model = DistributedDataParallel(net)
-        wire = tw.attach(model, "topk:0.01", feedback="ef14")
+        wire: of the model.
+        names: of the parameters, by their id.
+        parameters: those that are trained, by name.
+        planner: of the exchanges of a step.
+        find_unused: whether parameters may be unused on all ranks.
+        scaler: of the loss.
+        check_every: compare the replicas every so many steps.
     """
-    ddp = unwrapped(model)
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"attach takes a DistributedDataParallel model, got {type(ddp).__name__}: wrap it, or "
-            "average gradients in a loop of your own with tw.Reducer"
-        )
-    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
-        raise ValueError(f"min_numel must be a number of elements, got {min_numel!r}")
-    for what, value in (("check_every", check_every), ("measure_every", measure_every)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{what} must be a number of steps, 0 for never, got {value!r}")
-    if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
-        raise TypeError(f"scaler must be a GradScaler, got {type(scaler).__name__}")
-    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
-    named = parameter_names(ddp)
-    parameters = {name: parameter for parameter, name in named if parameter.requires_grad}
-    for name, parameter in parameters.items():
-        if not parameter.is_floating_point():
-            raise TypeError(f"{name}: DDP hooks cannot carry {parameter.dtype} parameters")
-    recipe = recipe_of(compressor) if isinstance(compressor, str) else None
-    given: Any = compressor
-    if recipe is not None:
-        if feedback != "auto":
-            raise ValueError(f"{recipe.name} has a feedback of its own, got {feedback!r}")
-        given, feedback = recipe.policy, recipe.feedback
-        if check_collective(collective, recipe.compressor, nodes, inner) == "auto":
-            collective = recipe.collective
-        if recipe.momentum:
-            if optimizer is None:
-                raise ValueError(f"{recipe.name} takes over the optimizer's momentum: optimizer=")
-            assert isinstance(feedback, DGC)
-            feedback = with_momentum(feedback, optimizer)
-        if scaler is not None and (isinstance(feedback, Vote) or recipe.clips):
-            raise ValueError(
-                f"{recipe.name} depends on the size of gradients, so it takes no scaler="
-            )
-    policy, large = _policy(given, {n: p for p, n in named}, min_numel, patterns)
-    for each in policy.compressors:
-        check_collective(collective, each, nodes, inner)
-    group = ddp.process_group
-    reducer = Reducer(
-        policy.main,
-        feedback=feedback,
-        collective=collective,
-        nodes=nodes,
-        inner=inner,
-        inner_feedback=inner_feedback,
-        group=group,
-        max_bytes=max_bytes,
-        timeout=timeout,
-        seed=seed,
-    )
-    governed = {name: p for name, p in parameters.items() if name in large}
-    steering = Steering(
-        policy,
-        targets_of(ddp.module, governed),
-        size=dist.get_world_size(group),
-        feedback=not isinstance(feedback_for(policy.main, feedback), NoFeedback),
-        device=next(iter(parameters.values())).device,
-        group=group,
-        timeout=timeout,
-    )
-    wire = Wire(
-        reducer,
-        steering,
-        granularity,
-        {id(parameter): name for parameter, name in named},
-        parameters,
-        group=group,
-        timeout=timeout,
-        census=ddp.find_unused_parameters,
-        scaler=scaler,
-        check_every=check_every,
-        measure_every=measure_every,
-    )
-    _plug_in(ddp, wire)
-    if recipe is not None and recipe.momentum:
-        assert isinstance(feedback, DGC)
-        wire.on_detach = take_momentum(optimizer, feedback)
-    _tell(parameters, {name: steering.compressor_of(name) for name in parameters})
-    return wire
 
+    def __init__(
+        self,
+        wire: Wire,
+        names: Mapping[int, str],
+        parameters: Mapping[str, Tensor],
+        planner: Planner,
+        *,
+        find_unused: bool = False,
+        scaler: Scaler | None = None,
+        check_every: int = 0,
+    ) -> None:
+        self._wire, self._names, self._parameters = wire, names, parameters
+        self._planner, self._scaler = planner, scaler
+        self._find_unused, self._check_every = find_unused, check_every
+        self._reducer = wire._reducer
+        self._replayed: Layout = []  # the buckets of the step that a loaded state comes from
+        self._replays = 0
+        self._layout: Layout = []  # the buckets of the last whole step
+        self._sparse: set[str] = set()
+        self._ended = time.perf_counter()  # the last backward pass
+        self._registered: RegisteredHook | None = None
+        self._undo: Callable[[], None] | None = None
+        self._pass = self._new_pass()
 
-def _policy(
-    given: Any, parameters: dict[str, nn.Parameter], min_numel: int, exclude: Sequence[str]
-) -> tuple[Policy, set[str]]:
-    """What chooses, and for which tensors; all others travel as they are."""
-    unmatched = [p for p in exclude if not any(fnmatchcase(name, p) for name in parameters)]
-    if unmatched:
-        some = ", ".join(list(parameters)[:3])
-        raise ValueError(f"exclude: no parameter is named like {unmatched[0]!r} (there are {some})")
-    policy = None if callable(given) else policy_of(given)
-    # What sends all as it is anyway takes whole buckets, as they lie in memory.
-    whole = isinstance(policy, Fixed) and policy.main.lossless and policy.main.summable
-    large = {
-        name
-        for name, parameter in parameters.items()
-        if (whole or (parameter.dim() >= 2 and parameter.numel() >= min_numel))
-        and not any(fnmatchcase(name, pattern) for pattern in exclude)
-    }
-    if policy is None:
-        policy = ByName.of(given, [name for name in parameters if name in large])
-    return policy, large
+    # Coming to a model and leaving it.
 
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        registered: RegisteredHook | None = getattr(ddp, ATTRIBUTE, None)
+        if registered is None:
+            registered = RegisteredHook(ddp.process_group)
+            try:
+                ddp.register_comm_hook(registered, _call)
+            except RuntimeError as error:
+                if "comm_hook" not in str(error):
+                    raise
+                raise ValueError(
+                    "this model has a communication hook already, and DDP takes only one: attach "
+                    "to a DistributedDataParallel model without one"
+                ) from error
+            setattr(ddp, ATTRIBUTE, registered)
+        if registered.current is not None:
+            raise ValueError("this model has a wire already: call its detach() first")
+        registered.current = self
+        self._registered = registered
 
-def _plug_in(ddp: DistributedDataParallel, wire: Wire) -> None:
-    socket: Socket | None = getattr(ddp, SOCKET, None)
-    if socket is None:
-        socket = Socket(wire._group)
+    def undo_on_detach(self, undo: Callable[[], None]) -> None:
+        self._undo = undo
+
+    def detach(self) -> None:
+        if self._registered is not None:
+            self._registered.current = None
+            self._registered = None
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    # Checkpoints keep the buckets of a step: so the next process plans the same exchanges.
+
+    @property
+    def layout(self) -> Layout:
+        return self._replayed or self._layout
+
+    def replay(self, layout: Layout) -> None:
+        self._replayed, self._layout, self._replays = layout, layout, 0
+
+    # A backward pass.
+
+    def __call__(self, bucket: GradBucket) -> Future:
+        """Called by DDP with each bucket; the future holds the averages."""
+        buffer = bucket.buffer()
+        future: Future = (
+            torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda
+            else torch.futures.Future()
+        )  # fmt: skip
+        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        dense = buffer.to_dense() if buffer.is_sparse else None
         try:
-            ddp.register_comm_hook(socket, _hook)
-        except RuntimeError as error:
-            if "comm_hook" not in str(error):
-                raise
-            raise ValueError(
-                "this model has a communication hook already, and DDP takes only one: attach to a "
-                "DistributedDataParallel model without one"
-            ) from error
-        setattr(ddp, SOCKET, socket)
-    if socket.wire is not None:
-        raise ValueError("this model has a wire already: call its detach() first")
-    socket.wire = wire
-    wire._socket = socket
+            if bucket.index() == 0:
+                self._begin()
+        except Exception as error:
+            self._fail(error, bucket.parameters()[0])
+        self._pass.expect(_Bucket(future, buffer, dense, set(names)))
+        try:
+            if not self._pass.errors:
+                gradients = bucket.gradients() if dense is None else [dense]
+                self._receive(dict(zip(names, gradients, strict=True)), bucket, dense is not None)
+        except Exception as error:
+            self._fail(error, bucket.parameters()[0])
+        if self._pass.errors:
+            self._pass.give_up()
+        if bucket.is_last() and not queue_callback(self._finish):
+            # Not in a backward pass: a rank that has joined the others early.
+            self._finish()
+        return future
 
+    def _new_pass(self) -> "BackwardPass":
+        return BackwardPass(self._wire, self._scaler is not None, self._find_unused)
 
-def _tell(parameters: dict[str, nn.Parameter], choices: dict[str, Compressor | None]) -> None:
-    for choice in sorted({str(c) for c in choices.values()}):
-        own = [parameters[name] for name, c in choices.items() if str(c) == choice]
-        log.info(
-            "%s: %d tensors, %d elements",
-            "as they are" if choice == "None" else choice,
-            len(own),
-            sum(parameter.numel() for parameter in own),
+    def _begin(self) -> None:
+        for handle in self._pass.handles:  # of a backward pass that was broken off
+            handle.wait_until_ended()
+        self._pass = self._new_pass()
+        self._wire._begin_step(1.0 if self._scaler is None else float(self._scaler.get_scale()))
+        self._planner.begin()
+        if self._check_every and self._wire.step % self._check_every == 0:
+            counts = queue_callback(lambda: None)  # else this rank has joined and is behind
+            check = ReplicaCheck(self._parameters, self._reducer.options, counts)
+            self._pass.follow(check.start(async_op=True), set())
+
+    def _fail(self, error: Exception, tensor: Tensor) -> None:
+        """This rank cannot go on with the pass: the others are told in their next exchange."""
+        self._pass.errors.append(error)
+        refusal = Refusal(error, tensor, self._reducer.options)
+        self._pass.follow(refusal.start(async_op=True), set())
+
+    def _receive(self, arrived: dict[str, Tensor], bucket: GradBucket, sparse: bool) -> None:
+        here = self._pass
+        here.arrived.update(arrived)
+        pieces = [Piece(name, g.nbytes, g.dtype, sparse) for name, g in arrived.items()]
+        here.pieces.update({piece.name: piece for piece in pieces})
+        here.layout.append(list(arrived))
+        if sparse:
+            for piece in pieces:
+                self._note_sparse(piece)
+        due: list[PlannedExchange] = []
+        if not self._replayed:
+            due = self._planner.add(pieces, bucket.is_last())
+        while here.replayed < len(self._replayed):  # those of the loaded buckets that are whole
+            names = self._replayed[here.replayed]
+            if not here.arrived.keys() >= set(names):
+                break
+            here.replayed += 1
+            last = here.replayed == len(self._replayed)
+            due += self._planner.add([here.pieces[name] for name in names], last)
+        for planned in due:
+            self._send(planned)
+
+    def _send(self, planned: PlannedExchange) -> None:
+        arrived, compressor = self._pass.arrived, planned.compressor
+        units = [
+            Unit(names, [arrived[name] for name in names], names[0] in planned.uncompressed)
+            for names in planned.units
+        ]
+        exchange = self._reducer.start(
+            units, UNCOMPRESSED if compressor is None else compressor, self._pass
         )
+        self._pass.exchanges.append(exchange)
+        self._pass.follow(exchange.handle, planned.names)
+
+    def _note_sparse(self, piece: Piece) -> None:
+        if piece.name not in self._sparse:
+            self._sparse.add(piece.name)
+            size = piece.num_bytes / 1e6
+            log.warning(
+                "%s has sparse gradients: it is sent dense, %.1f MB per step", piece.name, size
+            )
+
+    # The end of a backward pass.
+
+    def _finish(self) -> None:
+        begin = time.perf_counter()
+        with span("wait"):
+            self._pass.wait()
+        end = time.perf_counter()
+        ledger = self._reducer.ledger
+        ledger.add_seconds("waiting", end - begin)
+        ledger.fold()
+        done, self._pass = self._pass, self._new_pass()
+        before, self._ended = self._ended, end
+        try:
+            if not done.errors:
+                self._commit(done)
+                measured = Measured(end - before, begin - done.begin, end - begin, *done.totals())
+                self._wire._choices.end(self._wire.step, measured)
+        except Exception as error:
+            done.errors.append(error)
+        done.give_up()
+        if not done.errors:
+            return
+        # With find_unused_parameters DDP itself would now wait for ranks that are lost.
+        lost = self._find_unused and any(handle.account.lost for handle in done.handles)
+        if lost or not queue_callback(lambda: _raise_first(done.errors)):
+            _raise_first(done.errors)
+
+    def _commit(self, done: "BackwardPass") -> None:
+        """The whole step went well."""
+        if done.defers_commit and done.all_finite():
+            for exchange in done.exchanges:
+                exchange.commit()
+        if self._replayed:
+            self._replays += 1
+            if self._replays >= REPLAYS or done.layout == self._replayed:
+                self._replayed = []
+        else:
+            self._layout = done.layout
+        self._wire._end_step()
+
+
+class SkippedError(PeerError):
+    """Not sent, as an earlier exchange of the same pass failed on all ranks."""
+
+
+@dataclass
+class _Bucket:
+    """A bucket that DDP waits for.
+
+    Args:
+        future: what DDP waits on.
+        buffer: where the averages come to be.
+        dense: a sparse buffer as a dense tensor, in which they come to be instead.
+        names: tensors that are still under way.
+    """
+
+    future: Future
+    buffer: Tensor
+    dense: Tensor | None
+    names: set[str]
+
+
+class BackwardPass(Driver):
+    """What has arrived, what was sent, what went wrong in one backward pass.
+
+    When an exchange fails in a way that all ranks know of (they met, and disagreed or heard that
+    one cannot go on), none of them sends the rest of the pass. So ranks that plan different numbers
+    of exchanges come together again in the next one.
+    """
+
+    def __init__(self, wire: Wire, defers_commit: bool, skips_unused: bool) -> None:
+        self.defers_commit, self.skips_unused = defers_commit, skips_unused
+        self.begin = time.perf_counter()
+        self.arrived: dict[str, Tensor] = {}
+        self.pieces: dict[str, Piece] = {}
+        self.layout: Layout = []
+        self.replayed = 0  # buckets of a loaded layout that are whole
+        self.exchanges: list[UnitExchange] = []
+        self.handles: list[Handle] = []  # of the exchanges and of all else
+        self.errors: list[BaseException] = []
+        self._wire = wire
+        self._buckets: list[_Bucket] = []
+        self._failed = False
+        self._lock = threading.Lock()
+
+    def admit(self) -> None:
+        if self._failed:
+            raise SkippedError("not sent: an exchange before it failed")
+
+    def inspect(self, unit: Unit, update: Update, compressor: Compressor, key: Key) -> None:
+        self._wire._inspect(unit, update, compressor, key)
+
+    def expect(self, bucket: _Bucket) -> None:
+        with self._lock:
+            self._buckets.append(bucket)
+
+    def follow(self, handle: Handle, names: set[str]) -> None:
+        """Have buckets completed with the exchanges of their tensors."""
+        self.handles.append(handle)
+
+        def ended(handle: Handle) -> None:
+            error = handle.exception()
+            if isinstance(error, MismatchError | PeerError) or handle.account.announced:
+                self._failed = True
+            self._complete(names)
+
+        handle.when_ended(ended)
+
+    def give_up(self) -> None:
+        """Complete what is left: DDP must be able to end its pass."""
+        self._complete(None)
+
+    def _complete(self, names: set[str] | None) -> None:
+        """These tensors are there; None for all."""
+        with self._lock:
+            for bucket in self._buckets:
+                bucket.names -= bucket.names if names is None else names
+            ready = [bucket for bucket in self._buckets if not bucket.names]
+            self._buckets = [bucket for bucket in self._buckets if bucket.names]
+        for bucket in ready:
+            result = bucket.buffer
+            if bucket.dense is not None:
+                result = bucket.dense.to_sparse(bucket.buffer.sparse_dim())
+            bucket.future.set_result(result)
+
+    def wait(self) -> None:
+        """Return when everything has ended; notes what failed."""
+        for handle in self.handles:
+            handle.wait_until_ended()
+            error = handle.exception()
+            if error is not None and not isinstance(error, SkippedError):
+                self.errors.append(error)
+
+    def totals(self) -> tuple[float, float, float]:
+        """Seconds on the network and with compression, and bytes, of all exchanges."""
+        accounts = [exchange.handle.account for exchange in self.exchanges]
+        seconds = [account.seconds for account in accounts]
+        network = sum(each.get("network", 0.0) for each in seconds)
+        codec = sum(each.get("encode", 0.0) + each.get("decode", 0.0) for each in seconds)
+        return network, codec, float(sum(account.network_bytes for account in accounts))
+
+    def all_finite(self) -> bool:
+        """Whether the optimizer will take this step: the same answer on all ranks, who have the
+        same averages."""
+        if not all(exchange.handle.account.finite for exchange in self.exchanges):
+            return False
+        # Uncompressed sums were not looked at.
+        summed = [e for e in self.exchanges if e.handle.collective in ("summable", "none")]
+        for piece in (piece for e in summed for unit in e.units for piece in unit.pieces):
+            flat = piece.reshape(-1)
+            if flat.dtype in (torch.float16, torch.bfloat16):
+                flat = flat.float()
+            if not kernels.on(flat.device).all_finite(flat, None):
+                return False
+        return True
+
+
+def _raise_first(errors: list[BaseException]) -> None:
+    """Raise the first error as itself; the others are noted."""
+    first, *others = errors
+    for other in others:
+        if str(other) != str(first):
+            first.add_note(f"also: {type(other).__name__}: {other}")
+    raise first

@@ -1,4 +1,4 @@
-"""Taking an optimizer's momentum over: it then acts before compression, see `thinwire.DGC`."""
+"""Taking an optimizer's momentum over: it then acts before compression (`feedback.DGC`)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ _OURS = "_thinwire_momentum"  # on an optimizer whose momentum is taken
 _SETTINGS = ("momentum", "nesterov", "weight_decay")
 
 
-def with_momentum(feedback: DGC, optimizer: Any) -> DGC:
+def with_momentum(feedback: DGC, optimizer: Optimizer) -> DGC:
     """The feedback with the momentum that an optimizer has."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from thinwire.collectives.handle import Handle
-from thinwire.collectives.start import Group, Session, Timeout, span_of
-from thinwire.collectives.talk import Call, Talk
+from thinwire.collectives.exchange import Exchange
+from thinwire.collectives.options import Group, Options, Timeout
+from thinwire.collectives.transport import Transport
 from thinwire.errors import ReplicaError
-from thinwire.parallel.names import parameter_names
+from thinwire.parallel.model import parameter_names
 
 SHOWN = 5  # names in an error
 
@@ -31,42 +31,47 @@ def check_replicas(
     tensors: dict[str, Tensor] = {name: parameter for parameter, name in named}
     if buffers:
         tensors.update(model.named_buffers())
-    start_check(tensors, getattr(model, "process_group", None) if group is None else group,
-                timeout).wait()  # fmt: skip
+    own = getattr(model, "process_group", None) if group is None else group
+    ReplicaCheck(tensors, Options.of(own, timeout=timeout)).start()
 
 
-def start_check(
-    tensors: Mapping[str, Tensor], group: Group, timeout: Timeout = None, counts: bool = True
-) -> Handle:
-    """The same in the background; the handle fails with the error.
+class ReplicaCheck(Exchange):
+    """Compares tensors over the ranks; its handle fails with `ReplicaError`.
 
     Args:
+        tensors: by name.
         counts: whether this rank's replica is to be compared. One that has joined early takes no
             more steps and is behind the others.
     """
-    session = Session(group, list(tensors.values()) or [torch.empty(0)])
-    handle = Handle(None, f"comparison of {len(tensors)} parameters")
-    if session.size == 1:
-        handle.end()
-        return handle
-    words = ",".join(f"{name}:{list(t.shape)}:{t.dtype}" for name, t in tensors.items())
-    listed = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
-    call = Call("check_replicas", (("parameters", f"{len(tensors)} (names {listed})"),))
 
-    def job(talk: Talk) -> None:
-        with talk.preparing():
-            digests = b"".join(_digest(tensor) for tensor in tensors.values())
-            message = torch.frombuffer(bytearray(digests or b"\0"), dtype=torch.uint8)
-            message = message.to(talk.device)
-        said = talk.meet([message.numel(), counts])
-        rows = talk.gather(message, [message.numel()] * talk.members.size)
-        there = [i for i, one in enumerate(said) if one.numbers[1]]
+    def __init__(
+        self, tensors: Mapping[str, Tensor], options: Options, counts: bool = True
+    ) -> None:
+        what = f"comparison of {len(tensors)} parameters"
+        given = list(tensors.values()) or [torch.empty(0)]
+        super().__init__("check_replicas", given, options, what=what)
+        self._tensors, self._counts = tensors, counts
+        words = ",".join(f"{name}:{list(t.shape)}:{t.dtype}" for name, t in tensors.items())
+        listed = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+        self.details = (("parameters", f"{len(tensors)} (names {listed})"),)
+
+    def prepare(self) -> None:
+        digests = b"".join(_digest(tensor) for tensor in self._tensors.values())
+        message = torch.frombuffer(bytearray(digests or b"\0"), dtype=torch.uint8)
+        self._message = message.to(self.device)
+
+    def exchange(self, transport: Transport) -> None:
+        length = self._message.numel()
+        records = transport.meet([length, self._counts])
+        rows = transport.gather(self._message, [length] * self.size)
+        there = [i for i, record in enumerate(records) if record.numbers[1]]
         table = [bytes(rows[i].cpu().numpy()) for i in there]
-        difference = _difference(table, list(tensors), [talk.members.ranks[i] for i in there])
-        if difference:
-            raise ReplicaError(difference)
+        ranks = [transport.members.ranks[i] for i in there]
+        self._found = _difference(table, list(self._tensors), ranks)
 
-    return session.begin(handle, call, job, span_of(timeout), async_op=True)
+    def finish(self) -> None:
+        if self._found:
+            raise ReplicaError(self._found)
 
 
 def _digest(tensor: Tensor) -> bytes:

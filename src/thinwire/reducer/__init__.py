@@ -1,4 +1,4 @@
-"""Ways to average named tensors over a group, with what each has to remember."""
+"""Averaging named tensors over a group, with what has to be remembered."""
 
 from thinwire.reducer.reducer import Reducer
 

@@ -1,107 +1,198 @@
-"""One exchange of several units, with what is remembered of them."""
+"""One exchange of several units, with their feedback state."""
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives.handle import Account, Handle
+from thinwire.collectives.allreduce import AllReduce
+from thinwire.collectives.options import Options
+from thinwire.collectives.transport import Transport
+from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback
-from thinwire.feedback.base import Turn
-from thinwire.reducer.unit import Slab, Unit
+from thinwire.feedback.base import Update
+from thinwire.kernels import Key
+from thinwire.reducer.state import UnitState
+from thinwire.reducer.unit import Unit
+
+SHOWN = 300  # letters of names in an error
+Recalled = dict[str, dict[str, Tensor]]  # what joint compressors find again, by tensor and part
 
 
-class Exchange:
-    """An exchange under way.
-
-    Args:
-        units: what is averaged.
-        feedback: what is remembered of them.
-        later: `commit` will be called by somebody else, or not.
-        store: what a joint compressor finds again, by the name of a tensor.
+class Driver:
+    """Who drives a reducer, asked at fixed points of each exchange. This one is a plain loop.
 
     Attributes:
-        handle: to wait for.
-        idle: tensors that are zero on all ranks.
-        recall: what the compressor finds again of each unit, filled by `prepare`.
+        defers_commit: `commit` is called later, or never, when more is known.
+        skips_unused: leave out what is remembered of tensors that are zero on all ranks. DDP throws
+            away the averages of parameters that nobody has used.
+    """
+
+    defers_commit = False
+    skips_unused = False
+
+    def admit(self) -> None:
+        """Called before an exchange contacts anybody; what it raises ends it on this rank."""
+        return None
+
+    def inspect(self, unit: Unit, update: Update, compressor: Compressor, key: Key) -> None:
+        """What a unit is about to send, seen by the thread that exchanges."""
+        return None
+
+
+LOOP = Driver()
+
+
+@dataclass
+class UnitUpdate:
+    """A unit in an exchange.
+
+    Args:
+        flat: the flat tensor that is worked on.
+        update: what its feedback does with it.
+        state: that it has, if any.
+    """
+
+    unit: Unit
+    flat: Tensor
+    update: Update
+    state: UnitState | None
+
+
+class UnitExchange(AllReduce):
+    """Averages units, and brings their state up to date.
+
+    Args:
+        updates: what is averaged.
+        feedback: whose state they have.
+        recalled: where a joint compressor finds again what it wants to; None for others.
+
+    Attributes:
+        unused: tensors that are zero on all ranks, if the driver wants these left out.
     """
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        updates: Sequence[UnitUpdate],
         feedback: Feedback,
-        later: bool,
-        store: dict[str, dict[str, Tensor]] | None = None,
+        compressor: Compressor,
+        options: Options,
+        key: Key,
+        driver: Driver,
+        recalled: Recalled | None,
     ) -> None:
-        self.units = units
-        self.recall: list[dict[str, Tensor]] | None = None if store is None else [{} for _ in units]
-        self._store = store
-        self.handle: Handle
-        self.idle: set[str] = set()
-        self._feedback, self._later = feedback, later
-        self._turns: list[tuple[Slab | None, Turn]] = []
-        self._flats: list[Tensor] = []
-        self._ready = False  # whether there is something to commit
-
-    def add(self, slab: Slab | None, flat: Tensor, turn: Turn) -> None:
-        """The next unit: where it is worked on, and what is done with it."""
-        self._flats.append(flat)
-        self._turns.append((slab, turn))
-
-    @property
-    def turns(self) -> list[Turn]:
-        return [turn for _, turn in self._turns]
+        self.updates, self._feedback, self._driver = updates, feedback, driver
+        self._seed_key = key
+        self._kept_recalled = recalled
+        self._uncommitted = False
+        self.unused: set[str] = set()
+        super().__init__(
+            "average",
+            [each.update.tensor for each in updates],
+            [each.update.residual for each in updates],
+            compressor,
+            options,
+            key=key,
+            details=_described(self.units),
+        )
+        self.shapes = [unit.shape for unit in self.units]
+        self.recalled = None if recalled is None else [{} for _ in updates]
 
     @property
-    def slabs(self) -> list[Slab]:
-        return [slab for slab, _ in self._turns if slab is not None]
+    def units(self) -> list[Unit]:
+        return [each.unit for each in self.updates]
 
-    def prepare(self, measure: Callable[[Unit, Turn], None] | None) -> None:
-        """Fill what the collective gets."""
-        for unit, kept in zip(self.units, self.recall or (), strict=False):
-            assert self._store is not None
-            kept.update(self._store.get(unit.names[0], {}))
-        for unit, flat, turn in zip(self.units, self._flats, self.turns, strict=True):
-            unit.fill(flat)
-            turn.before()
-            for name, (lo, hi) in unit.spans():
-                if name in self.idle:
-                    turn.rest(lo, hi)
-            if measure is not None:
-                measure(unit, turn)
+    # The stages.
 
-    def finish(self, account: Account, alone: bool = False) -> None:
-        """Write the results to the tensors."""
-        for unit, flat, turn in zip(self.units, self._flats, self.turns, strict=True):
-            if account.finite and alone:
-                turn.alone()
-            elif account.finite:
-                turn.after()
+    def enter(self, transport: Transport) -> None:
+        self._driver.admit()
+        if self._driver.skips_unused and "residual" in self._feedback.parts:
+            self.unused = _unused_everywhere(transport, self.units)
+
+    def prepare(self) -> None:
+        self._fill()
+        for each in self.updates:
+            for name, (lo, hi) in each.unit.spans():
+                if name in self.unused:
+                    each.update.hold_back(lo, hi)
+            self._driver.inspect(each.unit, each.update, self.compressor, self._seed_key)
+        super().prepare()
+
+    def _fill(self) -> None:
+        if self._kept_recalled is not None and self.recalled is not None:
+            for each, kept in zip(self.updates, self.recalled, strict=True):
+                kept.update(self._kept_recalled.get(each.unit.names[0], {}))
+        for each in self.updates:
+            each.unit.fill(each.flat)
+            each.update.prepare()
+
+    def finish(self) -> None:
+        super().finish()
+        for each in self.updates:
+            if self.handle.account.finite:
+                each.update.finish()
             else:
-                flat.fill_(torch.nan)
-            unit.give_back(flat)
-        self._ready = account.finite
-        if not self._later:
-            self.commit()
+                each.flat.fill_(torch.nan)
+        self._give_back()
 
     def alone(self) -> None:
-        """In a group of one, all that could be sent is the result."""
-        self.prepare(None)
-        account = self.handle.account
-        account.finite = all(bool(torch.isfinite(turn.tensor).all()) for turn in self.turns)
-        self.finish(account, alone=True)
+        self._fill()
+        tensors = [each.update.tensor for each in self.updates]
+        self.handle.account.finite = all(bool(torch.isfinite(t).all()) for t in tensors)
+        for each in self.updates:
+            if self.handle.account.finite:
+                each.update.finish_alone()
+            else:
+                each.flat.fill_(torch.nan)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for each in self.updates:
+            each.unit.give_back(each.flat)
+        self._uncommitted = self.handle.account.finite
+        if not self._driver.defers_commit:
+            self.commit()
 
     def commit(self) -> None:
-        """Remember what it left out. The reducer does this itself unless told that it comes later;
-        an exchange that is never committed leaves what is remembered as it was."""
-        if not self._ready:
+        """Remember what it left out. An exchange that is never committed leaves the state as it
+        was."""
+        if not self._uncommitted:
             return
-        self._ready = False
-        for unit, kept in zip(self.units, self.recall or (), strict=False):
-            assert self._store is not None
-            self._store[unit.names[0]] = kept
-        for slab, turn in self._turns:
-            turn.wake()
-            turn.commit()
-            if slab is not None:
-                slab.committed(self._feedback)
+        self._uncommitted = False
+        if self._kept_recalled is not None and self.recalled is not None:
+            for each, kept in zip(self.updates, self.recalled, strict=True):
+                self._kept_recalled[each.unit.names[0]] = kept
+        for each in self.updates:
+            each.update.release()
+            each.update.commit()
+            if each.state is not None:
+                each.state.committed(self._feedback)
+
+
+def _unused_everywhere(transport: Transport, units: Sequence[Unit]) -> set[str]:
+    """The tensors that are zero on all ranks."""
+    named = [(n, p) for unit in units for n, p in zip(unit.names, unit.pieces, strict=True)]
+    with transport.preparing():
+        used = torch.tensor([bool(p.any()) for _, p in named], dtype=torch.uint8)
+        used = used.to(transport.device)
+    transport.meet([used.numel()])
+    rows = transport.gather(used, [used.numel()] * transport.members.size)
+    found = torch.stack([row.cpu() for row in rows]).amax(0).tolist()
+    return {name for (name, _), any_used in zip(named, found, strict=True) if not any_used}
+
+
+def _described(units: Sequence[Unit]) -> tuple[tuple[str, str], ...]:
+    """Which tensors: ranks must agree in names, types, shapes and grouping."""
+    words = [
+        "+".join(
+            f"{n} {str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
+            for n, p in zip(unit.names, unit.pieces, strict=True)
+        )
+        for unit in units
+    ]
+    text = ", ".join(words)
+    if len(text) > SHOWN:
+        text = f"{text[:SHOWN]}... ({len(words)} units, {zlib.crc32(text.encode()):08x})"
+    return (("tensors", text),)

@@ -1,4 +1,4 @@
-"""What a collective works on: flat tensors with their residuals."""
+"""What an all-reduce works on: flat tensors with their residuals."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +29,11 @@ class Part(NamedTuple):
         """Some elements, as a part of its own that shares the memory."""
         return Part(self.x[lo:hi], None if self.r is None else self.r[lo:hi], key)
 
+    def shard(self, index: int, count: int) -> "Part":
+        """The index-th of `count` stretches of nearly equal length, with a key of its own."""
+        n = self.x.numel()
+        return self.cut(n * index // count, n * (index + 1) // count, self.key.derive(index))
+
     @property
     def extent(self) -> Extent:
         return Extent(self.x.dtype, self.x.numel())
@@ -54,69 +59,63 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Work:
-    """All that one call of all_reduce is about.
+class Reduction:
+    """A weighted sum over ranks that is to be formed, in place.
 
     Args:
         parts: the tensors.
         compressor: for all of them.
         weight: what the sum is multiplied with, 1 / members for an average.
-        finish: writes flat copies back where tensors are not contiguous.
-        limit: most extra bytes that the call may take.
-        recall: what a joint compressor finds again in the next call, for each part.
+        max_bytes: most extra memory that it may take.
+        recalled: what a joint compressor finds again in the next call, for each part.
+        op: SUM, unless the backend itself reduces uncompressed tensors in another way.
     """
 
     parts: list[Part]
     compressor: Compressor
     weight: float
-    finish: list[Callable[[], object]]
-    limit: int | None = None
-    recall: Sequence[dict[str, Tensor]] | None = None
+    max_bytes: int | None = None
+    recalled: Sequence[dict[str, Tensor]] | None = None
+    op: str = "SUM"
 
-    @classmethod
-    def of(
-        cls,
+    @property
+    def uncompressed(self) -> bool:
+        """Whether the tensors themselves are what is sent."""
+        return self.compressor.lossless and all(part.r is None for part in self.parts)
+
+    @property
+    def has_residual(self) -> bool:
+        return any(part.r is not None for part in self.parts)
+
+
+class FlatTensors:
+    """Tensors and residuals as parts; what is not contiguous is worked on in a copy.
+
+    Args:
+        shapes: where the tensors are flattened ones, those of the originals.
+    """
+
+    def __init__(
+        self,
         tensors: Sequence[Tensor],
         residuals: Sequence[Tensor | None],
-        compressor: Compressor,
         key: Key,
-        weight: float = 1.0,
-        *,
-        changes: bool = True,
-        limit: int | None = None,
         shapes: Sequence[torch.Size] | None = None,
-        recall: Sequence[dict[str, Tensor]] | None = None,
-    ) -> "Work":
-        """Flatten tensors and residuals; what is not contiguous is worked on in a copy.
-
-        Args:
-            changes: whether the result goes into the tensors; they are only read otherwise.
-            shapes: where the tensors are flattened ones, those of the originals.
-        """
-        parts, finish = [], []
+    ) -> None:
+        self.parts: list[Part] = []
+        self._writes: list[Callable[[], object]] = []
+        self._residual_writes: list[Callable[[], object]] = []
         for i, (tensor, residual) in enumerate(zip(tensors, residuals, strict=True)):
-            x, done = flat_view(tensor)
-            if changes:
-                finish.append(done)
+            x, write = flat_view(tensor)
+            self._writes.append(write)
             r = None
             if residual is not None:
-                r, done = flat_view(residual)
-                finish.append(done)
+                r, write = flat_view(residual)
+                self._residual_writes.append(write)
             shape = tensor.shape if shapes is None else shapes[i]
-            parts.append(Part(x, r, key if i == 0 else key.derive(i), shape))
-        return cls(parts, compressor, weight, finish, limit, recall)
+            self.parts.append(Part(x, r, key if i == 0 else key.derive(i), shape))
 
-    def recalled(self) -> list[tuple[Part, dict[str, Tensor]]]:
-        """Each part with what is to be found again; nothing if nobody keeps it."""
-        kept = [{} for _ in self.parts] if self.recall is None else self.recall
-        return list(zip(self.parts, kept, strict=True))
-
-    def done(self) -> None:
-        """Write back what was worked on in copies."""
-        for each in self.finish:
-            each()
-
-
-def share(numel: int, index: int, count: int) -> tuple[int, int]:
-    """The index-th of `count` stretches of nearly equal length."""
-    return numel * index // count, numel * (index + 1) // count
+    def write_back(self, *, tensors: bool = True) -> None:
+        """Write copies back to residuals, and to tensors unless these are only read."""
+        for write in [*(self._writes if tensors else ()), *self._residual_writes]:
+            write()

@@ -1,4 +1,4 @@
-"""Which tensors of a bucket travel together, and how.
+"""Which tensors of a bucket are exchanged together, and how.
 
 The plan of a step follows from the buckets alone, so all ranks make the same one.
 """
@@ -11,7 +11,10 @@ import torch
 from thinwire.compressors import Compressor, Joint
 
 GRANULARITIES = ("bucket", "tensor")
-DENSE_ENOUGH = 1 << 20  # bytes of dense tensors that are worth an exchange before the last bucket
+# Bytes of uncompressed tensors that are worth an exchange before the last bucket.
+DENSE_ENOUGH = (
+    1 << 20
+)  # bytes of uncompressed tensors that are worth an exchange before the last bucket
 
 
 class Piece(NamedTuple):
@@ -23,13 +26,18 @@ class Piece(NamedTuple):
     sparse: bool = False  # a sparse gradient, made dense
 
 
-class Order(NamedTuple):
-    """One exchange: tensors of a unit are compressed together, None sends them as they are; so do
-    those that are plain."""
+class PlannedExchange(NamedTuple):
+    """One exchange: tensors of a unit are compressed together.
+
+    Args:
+        compressor: None for uncompressed.
+        units: names of tensors.
+        uncompressed: those of them that a joint compressor leaves uncompressed.
+    """
 
     compressor: Compressor | None
     units: tuple[tuple[str, ...], ...]
-    plain: frozenset[str] = frozenset()
+    uncompressed: frozenset[str] = frozenset()
 
     @property
     def names(self) -> set[str]:
@@ -40,7 +48,7 @@ class Planner:
     """Plans one step after the other.
 
     Args:
-        choose: the compressor of a tensor, None to send it as it is.
+        choose: the compressor of a tensor, None for uncompressed.
         granularity: "bucket" compresses all tensors of a bucket as one, "tensor" each by itself.
     """
 
@@ -56,7 +64,7 @@ class Planner:
         self._dense: list[Piece] = []
         self._joint: dict[Compressor, list[str]] = {}
 
-    def add(self, bucket: list[Piece], last: bool) -> list[Order]:
+    def add(self, bucket: list[Piece], last: bool) -> list[PlannedExchange]:
         """What is to be sent now that these tensors are there too."""
         by_compressor: dict[Compressor, list[str]] = {}
         for piece in bucket:
@@ -67,20 +75,21 @@ class Planner:
                 self._joint.setdefault(compressor, []).append(piece.name)
             else:
                 by_compressor.setdefault(compressor, []).append(piece.name)
-        due = [Order(compressor, self._units(names)) for compressor, names in by_compressor.items()]
+        due = [PlannedExchange(c, self._units(names)) for c, names in by_compressor.items()]
         if last:  # what all ranks find together, they find for all tensors at once
             for compressor, names in self._joint.items():
-                # What is to travel as it is goes with the first of them, in its first sum.
-                plain = frozenset(piece.name for piece in self._dense)
-                names += [piece.name for piece in self._dense]
+                # Uncompressed tensors go with the first of them, in its first sum.
+                uncompressed = [piece.name for piece in self._dense]
+                names += uncompressed
                 self._dense = []
-                due.append(Order(compressor, tuple((name,) for name in names), plain))
+                units = tuple((name,) for name in names)
+                due.append(PlannedExchange(compressor, units, frozenset(uncompressed)))
             self._joint = {}
         if self._dense and (last or sum(p.num_bytes for p in self._dense) >= DENSE_ENOUGH):
             by_type: dict[torch.dtype, list[str]] = {}
             for piece in self._dense:
                 by_type.setdefault(piece.dtype, []).append(piece.name)
-            due.append(Order(None, tuple(map(tuple, by_type.values()))))
+            due.append(PlannedExchange(None, tuple(map(tuple, by_type.values()))))
             self._dense = []
         return due
 

@@ -1,4 +1,4 @@
-"""Vectors that are kept from step to step, and how: as they are, or in less memory.
+"""Feedback state: vectors that are kept from step to step, in full or in less memory.
 
     fp32   float32 on the tensor's device (float64 for float64 tensors)
     bf16   half of that, rounded
@@ -6,10 +6,8 @@
     host   fp32 in the memory of the host
 
 bf16 and int8 round what they keep, so conservation holds to that rounding only. An exchange works
-in fp32, in a room that the exchanges of a group share: as large as the largest of them.
+in fp32, in scratch buffers that the exchanges of a group share: as large as the largest of them.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ STORAGES = ("fp32", "bf16", "int8", "host")
 _EIGHT_BITS = Quantize(8)
 
 
-class Vector:
+class StateVector:
     """One flat vector of state, zero at first.
 
     Args:
@@ -87,15 +85,15 @@ class Vector:
         return f"<vector of {self.numel}, {self.storage}>"
 
 
-class Room:
+class ScratchBuffers:
     """Memory that one exchange after the other works in, by name; it grows as needed.
 
     Fresh memory of some megabytes costs as much as several passes over it. Exchanges of a group run
-    one after the other, so those of one group can share a room.
+    one after the other, so those of one group can share their buffers.
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[str, torch.dtype, Any], Tensor] = {}
+        self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """`numel` elements with any content, the same memory for the same name each time."""

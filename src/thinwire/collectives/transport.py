@@ -1,9 +1,9 @@
-"""One exchange as a conversation: say what you want, compare, move the data.
+"""What an exchange moves data with: meetings of all members, then messages of agreed lengths.
 
-Before any data moves, all members exchange a short record of numbers. From it everybody knows that
-all want the same, how long the messages will be, and whether somebody cannot go on. What can fail
-on one rank alone is done before such a meeting, so that a failure can be told to the others instead
-of leaving them waiting.
+Before any data moves, all members meet: each gives a short record of numbers, and from the records
+everybody knows that all want the same, how long the messages will be, and whether somebody cannot
+go on. What can fail on one rank alone is done before such a meeting, so that a failure can be told
+to the others instead of leaving them waiting.
 """
 
 import time
@@ -23,7 +23,7 @@ from thinwire.errors import MismatchError, PeerError
 from thinwire.telemetry import span
 
 MAGIC = 0x7468696E77697265
-FIELDS = 8  # numbers that every meeting has room for, besides one for each member
+FIELDS = 8  # numbers that every record has room for, besides one for each member
 FAILED, IDLE = 1, 2  # what a member may be besides well and busy
 
 
@@ -37,16 +37,16 @@ class Call(NamedTuple):
         return "\n".join([self.name, *(f"{key}={value}" for key, value in self.details)])
 
 
-class Said(NamedTuple):
-    """What one member said in a meeting."""
+class Record(NamedTuple):
+    """What one member gave to a meeting."""
 
     numbers: list[int]
     words: list[int]  # one for each member
     idle: bool = False  # comes only because others meet
 
 
-class Talk:
-    """A conversation over a link, for one call.
+class Transport:
+    """The connections of a group during one exchange.
 
     Args:
         link: the connections.
@@ -66,8 +66,8 @@ class Talk:
         self._limit = limit
         self._call = call
         # gloo and MPI move memory of the host, others that of the device.
-        on_host = self.members.backend in ("gloo", "mpi")
-        self._wire = torch.device("cpu") if on_host else device
+        on_host = self.members.backend.name in ("gloo", "mpi")
+        self._transfer_device = torch.device("cpu") if on_host else device
 
     @contextmanager
     def clock(self, kind: str) -> Iterator[None]:
@@ -87,16 +87,16 @@ class Talk:
             with self.clock("encode"):
                 yield
         except Exception as error:
-            self.tell(error)
+            self.announce(error)
             raise
 
-    def tell(self, error: Exception) -> None:
-        """Say in the next meeting that this member cannot go on."""
-        self.account.told = True
+    def announce(self, error: Exception) -> None:
+        """Tell the others in their next meeting that this member cannot go on."""
+        self.account.announced = True
         self._meet([], [], error)
 
-    def meet(self, numbers: Sequence[int] = (), words: Sequence[int] = ()) -> list[Said]:
-        """Exchange up to eight numbers and one for each member; returns what each member said.
+    def meet(self, numbers: Sequence[int] = (), words: Sequence[int] = ()) -> list[Record]:
+        """Exchange up to eight numbers and one for each member; returns what each member gave.
 
         Raises:
             MismatchError: the members want different things.
@@ -104,12 +104,12 @@ class Talk:
         """
         return self._meet(numbers, words, None)
 
-    def attend(self, numbers: Sequence[int] = ()) -> list[Said]:
-        """Come to the meetings of others until nobody calls one; what all said in the last."""
+    def attend(self, numbers: Sequence[int] = ()) -> list[Record]:
+        """Come to the meetings of others until nobody calls one; the records of the last."""
         while True:
-            said = self._meet(numbers, (), None, idle=True)
-            if all(one.idle for one in said):
-                return said
+            records = self._meet(numbers, (), None, idle=True)
+            if all(one.idle for one in records):
+                return records
 
     def _meet(
         self,
@@ -117,7 +117,7 @@ class Talk:
         words: Sequence[int],
         failure: Exception | None,
         idle: bool = False,
-    ) -> list[Said]:
+    ) -> list[Record]:
         size = self.members.size
         text = _explain(failure) if failure is not None else str(self._call)
         state = FAILED if failure is not None else IDLE if idle else 0
@@ -126,19 +126,19 @@ class Talk:
         record += [0] * (4 + FIELDS - len(record))
         record += [*words, *[0] * (size - len(words))]
         with self.clock("network"):
-            mine = torch.tensor(record, dtype=torch.int64, device=self._wire)
+            mine = torch.tensor(record, dtype=torch.int64, device=self._transfer_device)
             table = self.link.all_gather(mine, self._limit).view(size, -1).tolist()
         failed = [row[2] == FAILED for row in table]
         if any(failed) or any(row[:2] != table[0][:2] for row in table):
-            self._settle(text, [row[3] for row in table], failed)
-        return [Said(row[4 : 4 + FIELDS], row[4 + FIELDS :], row[2] == IDLE) for row in table]
+            self._explain_failure(text, [row[3] for row in table], failed)
+        return [Record(row[4 : 4 + FIELDS], row[4 + FIELDS :], row[2] == IDLE) for row in table]
 
-    def _settle(self, text: str, lengths: list[int], failed: list[bool]) -> None:
+    def _explain_failure(self, text: str, lengths: list[int], failed: list[bool]) -> None:
         """Something is wrong somewhere: exchange the texts and raise what they come to."""
-        room = torch.zeros(max(lengths), dtype=torch.uint8)
+        slot = torch.zeros(max(lengths), dtype=torch.uint8)
         data = text.encode()
-        room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        table = self.link.all_gather(room.to(self._wire), self._limit).cpu()
+        slot[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        table = self.link.all_gather(slot.to(self._transfer_device), self._limit).cpu()
         rows = table.view(len(lengths), -1)
         texts = [
             bytes(row[:length].numpy()).decode(errors="replace")
@@ -157,8 +157,8 @@ class Talk:
         """All members' messages; lengths were agreed on."""
         slot = aligned(max(lengths))
         with self.clock("network"):
-            room = padded(message, slot).to(self._wire)
-            table = self.link.all_gather(room, self._limit).to(self.device)
+            buffer = padded(message, slot).to(self._transfer_device)
+            table = self.link.all_gather(buffer, self._limit).to(self.device)
         return [table[i * slot : i * slot + n] for i, n in enumerate(lengths)]
 
     def swap(self, messages: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
@@ -166,7 +166,7 @@ class Talk:
         sent = [aligned(message.numel()) for message in messages]
         received = [aligned(length) for length in lengths]
         with self.clock("network"):
-            outgoing = joined(messages, sent, self._wire)
+            outgoing = joined(messages, sent, self._transfer_device)
             table = self.link.all_to_all(outgoing, sent, received, self._limit)
             slots = torch.split(table.to(self.device), received)
         return [slot[:length] for slot, length in zip(slots, lengths, strict=True)]
@@ -174,34 +174,34 @@ class Talk:
     def reduce(self, tensor: Tensor, op: Any) -> Tensor:
         """The backend's reduction; the tensor's memory may be used for the result."""
         with self.clock("network"):
-            room = tensor.to(self._wire)
-            self.link.all_reduce(room, op, self._limit)
-            return room.to(self.device)
+            buffer = tensor.to(self._transfer_device)
+            self.link.all_reduce(buffer, op, self._limit)
+            return buffer.to(self.device)
 
     def broadcast(self, message: Tensor | None, length: int, root: int) -> Tensor:
         """The root's message, of agreed length."""
         with self.clock("network"):
             if message is None:
-                room = torch.empty(length, dtype=torch.uint8, device=self._wire)
+                buffer = torch.empty(length, dtype=torch.uint8, device=self._transfer_device)
             else:
-                room = message.to(self._wire)
-            self.link.broadcast(room, root, self._limit)
-            return room.to(self.device)
+                buffer = message.to(self._transfer_device)
+            self.link.broadcast(buffer, root, self._limit)
+            return buffer.to(self.device)
 
 
-class Side(Talk):
-    """A conversation of some members, over connections of their own.
+class SubgroupTransport(Transport):
+    """The same for some of the members, over connections of their own.
 
     Their meetings are those of all: whoever has no part in it attends. So whatever is said there,
     that somebody cannot go on above all, is heard by everybody.
 
     Args:
-        whole: the conversation of all.
-        places: of these members in it.
+        whole: the transport of all.
+        places: of these members among all.
     """
 
-    def __init__(self, whole: Talk, places: tuple[int, ...]) -> None:
-        link = whole.link.branch(places, whole._limit)
+    def __init__(self, whole: Transport, places: tuple[int, ...]) -> None:
+        link = whole.link.subgroup(places, whole._limit)
         super().__init__(link, whole._limit, whole._call, whole.account, whole.device)
         self._whole, self._places = whole, places
 
@@ -211,11 +211,11 @@ class Side(Talk):
         words: Sequence[int],
         failure: Exception | None,
         idle: bool = False,
-    ) -> list[Said]:
-        said = self._whole._meet(numbers, words, failure, idle)
+    ) -> list[Record]:
+        records = self._whole._meet(numbers, words, failure, idle)
         return [
             one._replace(words=one.words[: len(self._places)])
-            for one in (said[place] for place in self._places)
+            for one in (records[place] for place in self._places)
         ]
 
 

@@ -1,0 +1,206 @@
+"""all_gather and broadcast: what one rank has, for all."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from thinwire.collectives.channel import place_of
+from thinwire.collectives.exchange import Exchange, describe, describe_all
+from thinwire.collectives.handle import Handle
+from thinwire.collectives.memory import guard
+from thinwire.collectives.message import bundle, unbundle
+from thinwire.collectives.options import Group, Options, Timeout
+from thinwire.collectives.reduction import FlatTensors, Reduction
+from thinwire.collectives.transport import Transport
+from thinwire.compressors import Compressor, compressor_of
+from thinwire.frames.code import Extent
+from thinwire.kernels import Key
+
+
+def all_gather(
+    output: Tensor | Sequence[Tensor],
+    input: Tensor,
+    compressor: Compressor | str,
+    *,
+    residual: Tensor | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    max_bytes: int | str | None = None,
+    timeout: Timeout = None,
+    key: Key | None = None,
+) -> Handle:
+    """The tensors of all ranks on all ranks, compressed on the way.
+
+    Every rank ends with the same bits: in the place of its own tensor, too, stands what the others
+    could decode of it.
+
+    Args:
+        output: one tensor of P times as many elements as each input, or a list of P tensors; the
+            inputs may then differ in length.
+        input: this rank's tensor. It is not changed.
+        residual: what earlier calls left out of `input`.
+        group, async_op, max_bytes, timeout, key: as for `all_reduce`.
+
+    Returns:
+        A handle, already ended unless `async_op`; its future holds `output`.
+    """
+    options = Options.of(group, max_bytes=max_bytes, timeout=timeout)
+    exchange = AllGather(output, input, residual, compressor_of(compressor), options, key)
+    return exchange.start(async_op)
+
+
+class AllGather(Exchange):
+    def __init__(
+        self,
+        output: Tensor | Sequence[Tensor],
+        input: Tensor,
+        residual: Tensor | None,
+        compressor: Compressor,
+        options: Options,
+        key: Key | None,
+    ) -> None:
+        compressor.check_input(input, residual)
+        outputs = [output] if isinstance(output, Tensor) else list(output)
+        what = f"all_gather of {describe(input)} with {compressor}"
+        super().__init__("all_gather", [input, *outputs], options, result=output, what=what)
+        self._places = self._places_in(output, input)
+        self._input, self._residual, self._compressor = input, residual, compressor
+        self._key = self.key(compressor, key)
+        self.details = (
+            ("output", describe_all(self._places)),
+            ("compressor", str(compressor)),
+        )
+
+    def _places_in(self, output: Tensor | Sequence[Tensor], input: Tensor) -> list[Tensor]:
+        """Where each rank's tensor goes."""
+        size = self.size
+        if isinstance(output, Tensor):
+            if output.numel() != size * input.numel() or not output.is_contiguous():
+                raise ValueError(
+                    f"output must be contiguous with {size} x {input.numel()} elements, got "
+                    f"{describe(output)}"
+                )
+            flat, n = output.detach().view(-1), input.numel()
+            places = [flat[i * n : (i + 1) * n] for i in range(size)]
+        else:
+            places = [place.detach() for place in output]
+        if len(places) != size:
+            raise ValueError(f"output must be {size} tensors, one for each rank, got {len(places)}")
+        own = places[self.rank]
+        if own.numel() != input.numel():
+            raise ValueError(
+                f"output[{self.rank}] must be like the input, {describe(input)}, got "
+                f"{describe(own)}"
+            )
+        for i, place in enumerate(places):
+            if place.dtype != input.dtype:
+                raise ValueError(f"output[{i}] must be {input.dtype} too, got {describe(place)}")
+        return places
+
+    def alone(self) -> None:
+        (place,) = self._places
+        place.copy_(self._input.detach().reshape(place.shape))
+
+    def prepare(self) -> None:
+        self.handle.account.collective = "all_gather"
+        self._flat = FlatTensors([self._input], [self._residual], self._key)
+        reduction = Reduction(self._flat.parts, self._compressor, 1.0, self.options.max_bytes)
+        guard("all_gather", reduction, self.size)
+        self._payload = reduction.parts[0].draft(self._compressor)
+        self._message = bundle([self._payload])
+
+    def exchange(self, transport: Transport) -> None:
+        records = transport.meet([self._message.numel()])
+        messages = transport.gather(self._message, [record.numbers[0] for record in records])
+        with transport.clock("decode"):
+            extents = [Extent(place.dtype, place.numel()) for place in self._places]
+            self._received = [
+                unbundle(m, [extent], self._compressor.fingerprint)[0]
+                for m, extent in zip(messages, extents, strict=True)
+            ]
+
+    def finish(self) -> None:
+        self._flat.parts[0].settle(self._compressor, self._payload)
+        self._flat.write_back(tensors=False)
+        for place, theirs in zip(self._places, self._received, strict=True):
+            theirs.restore(place)
+
+
+def broadcast(
+    tensor: Tensor,
+    compressor: Compressor | str,
+    *,
+    src: int = 0,
+    residual: Tensor | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    max_bytes: int | str | None = None,
+    timeout: Timeout = None,
+    key: Key | None = None,
+) -> Handle:
+    """One rank's tensor on all ranks, compressed on the way, in place.
+
+    The source, too, ends with what the others could decode, so that all have the same bits.
+
+    Args:
+        tensor: what is sent on the source, and where it goes on all ranks.
+        src: global rank of the source, as in torch.distributed.
+        residual: on the source, what earlier calls left out; not used elsewhere.
+        group, async_op, max_bytes, timeout, key: as for `all_reduce`.
+
+    Returns:
+        A handle, already ended unless `async_op`; its future holds `tensor`.
+    """
+    options = Options.of(group, max_bytes=max_bytes, timeout=timeout)
+    exchange = Broadcast(tensor, src, residual, compressor_of(compressor), options, key)
+    return exchange.start(async_op)
+
+
+class Broadcast(Exchange):
+    def __init__(
+        self,
+        tensor: Tensor,
+        src: int,
+        residual: Tensor | None,
+        compressor: Compressor,
+        options: Options,
+        key: Key | None,
+    ) -> None:
+        compressor.check_input(tensor, residual)
+        what = f"broadcast of {describe(tensor)} with {compressor}"
+        super().__init__("broadcast", [tensor], options, result=tensor, what=what)
+        self._root = place_of(self.group, src)
+        self._is_source = self.rank == self._root
+        self._tensor, self._residual = tensor, residual if self._is_source else None
+        self._compressor = compressor
+        self._key = self.key(compressor, key)
+        self.details = (
+            ("tensor", describe(tensor)),
+            ("compressor", str(compressor)),
+            ("src", str(src)),
+        )
+
+    def prepare(self) -> None:
+        self.handle.account.collective = "broadcast"
+        self._flat = FlatTensors([self._tensor], [self._residual], self._key)
+        (self._part,) = self._flat.parts
+        reduction = Reduction(self._flat.parts, self._compressor, 1.0, self.options.max_bytes)
+        guard("broadcast", reduction, self.size)
+        self._message: Tensor | None = None
+        if self._is_source:
+            self._payload = self._part.draft(self._compressor)
+            self._message = bundle([self._payload])
+
+    def exchange(self, transport: Transport) -> None:
+        records = transport.meet([0 if self._message is None else self._message.numel()])
+        length = records[self._root].numbers[0]
+        message = transport.broadcast(self._message, length, self._root)
+        with transport.clock("decode"):
+            fingerprint = self._compressor.fingerprint
+            (self._received,) = unbundle(message, [self._part.extent], fingerprint)
+
+    def finish(self) -> None:
+        if self._is_source:
+            self._part.settle(self._compressor, self._payload)
+        self._received.restore(self._part.x)
+        self._flat.write_back()

@@ -1,0 +1,303 @@
+"""all_reduce and all_reduce_coalesced."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.algorithm import Algorithm
+from thinwire.collectives.exchange import (
+    Details,
+    Exchange,
+    describe_all,
+    describe_key,
+    describe_residuals,
+)
+from thinwire.collectives.flat import algorithm_for, collective_for
+from thinwire.collectives.handle import Handle
+from thinwire.collectives.hierarchical import Hierarchical
+from thinwire.collectives.memory import guard
+from thinwire.collectives.nodes import NodeLayout
+from thinwire.collectives.options import Group, NodesGiven, Options, ReduceOp, Timeout
+from thinwire.collectives.reduction import FlatTensors, Reduction
+from thinwire.collectives.transport import Transport
+from thinwire.compressors import Compressor, compressor_of
+from thinwire.compressors.base import FLOATS
+from thinwire.kernels import Key
+
+log = logging.getLogger("thinwire")
+OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
+
+
+def all_reduce(
+    tensor: Tensor,
+    compressor: Compressor | str,
+    *,
+    residual: Tensor | None = None,
+    op: ReduceOp = dist.ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    collective: str = "auto",
+    nodes: NodesGiven = None,
+    max_bytes: int | str | None = None,
+    timeout: Timeout = None,
+    key: Key | None = None,
+) -> Handle:
+    """Sum or average a tensor over the ranks of a group, compressed on the way, in place.
+
+    All ranks of the group call this with the same arguments and their own tensors. Every rank ends
+    with the same bits. When the call fails, tensor and residual are as before it.
+
+    Args:
+        tensor: float32, float64, float16 or bfloat16, of any shape and strides.
+        compressor: a compressor or its spec, ``"topk:0.01"``.
+        residual: what earlier calls left out, of the tensor's shape, float32 (float64 for a float64
+            tensor), zero at first. It is added before compression and then holds what was not sent.
+            With "twoshot", "sparse" and "hierarchical" it also holds what this rank, as the owner
+            of a shard or region, did not send of the sum: summed over ranks nothing is lost.
+        op: SUM or AVG, as a ``torch.distributed.ReduceOp`` or a name ("sum", "avg"). NoCompression
+            without a residual takes every op and type that the backend takes.
+        group: a process group; None is the default group. A group of one rank returns at once.
+        async_op: return at once; the tensor and the residual belong to the call until the handle
+            has ended. Calls of one group are carried out in the order they were made.
+        collective: "gather", "summable", "twoshot", "sparse", "joint" or "hierarchical"; "auto"
+            takes the one that moves the fewest bytes (see `thinwire.collectives.choose`), or
+            "hierarchical" if `nodes` are given, and ``handle.collective`` says which.
+        nodes: who shares a node, for "hierarchical": how many ranks per node (consecutive ones of
+            the world), lists of ranks ``[[0, 1], [2, 3, 4]]``, a DeviceMesh of two dimensions, or
+            `thinwire.Nodes`, which also says what is sent inside nodes. With one node its inner
+            compressor does all; with one rank per node `compressor` does, through a flat
+            collective.
+        max_bytes: most extra memory that the call may take on this rank, as a number or "512MiB";
+            by default what THINWIRE_MAX_BYTES says, else no limit. "gather" goes in rounds to stay
+            below it; what cannot is refused before anything is sent.
+        timeout: seconds after which ranks that do not answer make the call fail; by default the
+            group's own.
+        key: for compressors that draw random numbers; by default the number of the call.
+
+    Returns:
+        A handle, already ended unless `async_op`.
+
+    Raises:
+        MismatchError: ranks called with different arguments; all of them get this.
+        PeerError: another rank died, did not answer in time or failed.
+        MemoryLimitError: see `max_bytes`.
+
+    Example:
+        >>> import torch, torch.distributed as dist, thinwire as tw
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> gradient, residual = torch.ones(4), torch.zeros(4)
+        >>> handle = tw.all_reduce(gradient, "topk:0.5", residual=residual, op="avg")
+        >>> handle.is_completed(), gradient
+        (True, tensor([1., 1., 1., 1.]))
+        >>> dist.destroy_process_group()
+    """
+    options = Options.of(
+        group, collective=collective, nodes=nodes, max_bytes=max_bytes, timeout=timeout
+    )
+    exchange = AllReduce(
+        "all_reduce", [tensor], [residual], compressor, options, op=op, key=key, result=tensor
+    )
+    return exchange.start(async_op)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor],
+    compressor: Compressor | str,
+    *,
+    residuals: Sequence[Tensor | None] | None = None,
+    op: ReduceOp = dist.ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    collective: str = "auto",
+    nodes: NodesGiven = None,
+    max_bytes: int | str | None = None,
+    timeout: Timeout = None,
+    key: Key | None = None,
+) -> Handle:
+    """`all_reduce` of several tensors in one exchange.
+
+    Each tensor is compressed by itself, with its own residual; types may differ (not with
+    "sparse"). The other arguments are those of `all_reduce`.
+    """
+    tensors = list(tensors)
+    given = [None] * len(tensors) if residuals is None else list(residuals)
+    if len(given) != len(tensors):
+        raise ValueError(f"{len(given)} residuals for {len(tensors)} tensors")
+    if not tensors:
+        raise ValueError("all_reduce_coalesced needs at least one tensor")
+    options = Options.of(
+        group, collective=collective, nodes=nodes, max_bytes=max_bytes, timeout=timeout
+    )
+    exchange = AllReduce(
+        "all_reduce_coalesced",
+        tensors,
+        given,
+        compressor,
+        options,
+        op=op,
+        key=key,
+        result=tensors,
+    )
+    return exchange.start(async_op)
+
+
+class AllReduce(Exchange):
+    """The exchange behind both calls, behind every reducer and every optimizer that exchanges.
+
+    Args:
+        name: of the call, for errors and logs.
+        tensors, residuals: one residual, or None, for each tensor.
+        details: more that ranks must agree in.
+
+    Attributes:
+        shapes: where the tensors are flattened ones, those of the originals.
+        recalled: what a joint compressor finds again in the next call, for each tensor.
+    """
+
+    shapes: Sequence[torch.Size] | None = None
+    recalled: Sequence[dict[str, Tensor]] | None = None
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        residuals: Sequence[Tensor | None],
+        compressor: Compressor | str,
+        options: Options,
+        *,
+        op: ReduceOp = "avg",
+        key: Key | None = None,
+        result: Any = None,
+        details: Details = (),
+    ) -> None:
+        self.compressor = compressor_of(compressor)
+        self._op = op_name(op)
+        check_operands(self._op, self.compressor, tensors, residuals)
+        check_writable([*tensors, *residuals])
+        options.check(self.compressor)
+        self._collective = options.collective
+        if self._op not in ("SUM", "AVG") and self._collective not in ("auto", "summable"):
+            raise ValueError(f"{self._op} goes through 'summable' only, not {self._collective!r}")
+        if self._collective == "sparse" and len({tensor.dtype for tensor in tensors}) > 1:
+            raise ValueError("'sparse' takes tensors of one type: call it once for each type")
+        what = f"{name} of {describe_all(tensors)[:80]} with {self.compressor}"
+        super().__init__(name, tensors, options, result=result, what=what)
+        self._tensors, self._residuals = tensors, residuals
+        self._nodes: NodeLayout | None = None
+        if self.size == 1:
+            return
+        if options.nodes is not None:
+            self._nodes = options.nodes.layout(self.group)
+            check_operands(self._op, self._nodes.inner, tensors, residuals)
+        # What is done, where that is not what was asked for.
+        self._used_compressor, self._used_collective = self.compressor, self._collective
+        if self._nodes is not None and self._nodes.flat:
+            self._used_collective = "auto"
+            if len(self._nodes.places) == 1:
+                self._used_compressor = self._nodes.inner
+        self._key = self.key(self._used_compressor, key)
+        self.details = (
+            ("tensor", describe_all(tensors)),
+            ("compressor", str(self.compressor)),
+            ("op", self._op),
+            ("collective", self._collective),
+            ("residual", describe_residuals(residuals)),
+            *describe_key(self._used_compressor, self._key),
+            *(() if self._nodes is None else self._nodes.details),
+            *details,
+        )
+
+    def prepare(self) -> None:
+        self._flat = FlatTensors(self._tensors, self._residuals, self._key, self.shapes)
+        self._algorithm = self._chosen_algorithm(
+            Reduction(
+                self._flat.parts,
+                self._used_compressor,
+                1.0 / self.size if self._op == "AVG" else 1.0,
+                self.options.max_bytes,
+                self.recalled,
+                "SUM" if self._op == "AVG" else self._op,
+            )
+        )
+        self._algorithm.prepare()
+
+    def _chosen_algorithm(self, reduction: Reduction) -> Algorithm:
+        collective = self._used_collective
+        if collective == "auto":
+            collective = collective_for(reduction, self.size)
+        self.handle.account.collective = collective
+        if collective == "hierarchical":
+            assert self._nodes is not None
+            found = Hierarchical(reduction, self.rank, self.size, self._nodes)
+            self._log_once(collective, f", nodes {self._nodes}, {found.between} between them")
+            return found
+        if collective != "gather":  # which goes in rounds, if it must
+            guard(collective, reduction, self.size)
+        self._log_once(collective, "" if self._nodes is None else f", nodes {self._nodes}")
+        return algorithm_for(collective, reduction, self.rank, self.size)
+
+    def exchange(self, transport: Transport) -> None:
+        algorithm = self._algorithm
+        algorithm.exchange(transport)
+        self.handle.account.finite = algorithm.finite
+        if isinstance(algorithm, Hierarchical):
+            self.handle.account.between_bytes = algorithm.between_bytes
+
+    def finish(self) -> None:
+        self._algorithm.finish()
+        self._flat.write_back()
+
+    def _log_once(self, collective: str, more: str) -> None:
+        logged = self.channel.logged
+        if (self.handle.what, collective) not in logged:
+            logged.add((self.handle.what, collective))
+            log.info("%s: %s over %d ranks%s", self.handle.what, collective, self.size, more)
+
+
+def op_name(op: ReduceOp) -> str:
+    """The name of a ReduceOp, or of what a user wrote for one."""
+    if isinstance(op, str):
+        name = op.upper()
+        if name in OPS:
+            return name
+        raise ValueError(f"op must be one of {', '.join(OPS).lower()}, got {op!r}")
+    for name in OPS if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType) else ():
+        if op == getattr(dist.ReduceOp, name):
+            return name
+    raise ValueError(f"op must be a torch.distributed.ReduceOp or its name, got {op!r}")
+
+
+def check_operands(
+    op: str,
+    compressor: Compressor,
+    tensors: Sequence[Tensor],
+    residuals: Sequence[Tensor | None],
+) -> None:
+    """Refuse what would be wrong: no lossy compressor knows the smallest or the product."""
+    without = all(r is None for r in residuals)
+    uncompressed = compressor.lossless and compressor.summable and without
+    for tensor, r in zip(tensors, residuals, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected tensors, got {type(tensor).__name__}")
+        if op not in ("SUM", "AVG") and not uncompressed:
+            raise ValueError(
+                f"{compressor} takes SUM and AVG, not {op}: use 'none' without a residual"
+            )
+        if op == "AVG" and tensor.dtype not in FLOATS:
+            raise TypeError(f"an average of {tensor.dtype} is not a {tensor.dtype}: use SUM")
+        if not uncompressed:
+            compressor.check_input(tensor, r)
+
+
+def check_writable(tensors: Sequence[Tensor | None]) -> None:
+    """Refuse tensors that cannot take a result."""
+    for each in tensors:
+        if each is not None and any(
+            n > 1 and step == 0 for n, step in zip(each.shape, each.stride(), strict=True)
+        ):
+            raise ValueError("several elements of the tensor share one place: clone() it first")

@@ -1,0 +1,222 @@
+"""One exchange with the other ranks of a group, from the call to its result."""
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.channel import Channel, Pair, channel_of, process_group
+from thinwire.collectives.handle import Handle
+from thinwire.collectives.link import Link
+from thinwire.collectives.options import Options
+from thinwire.collectives.transport import Call, Transport
+from thinwire.compressors import Compressor
+from thinwire.kernels import Key
+
+Details = tuple[tuple[str, str], ...]  # (what, in words)
+
+
+class Exchange(ABC):
+    """What the thread of a group's channel carries out, stage by stage:
+
+    0. `enter`     whether to take part at all; may ask the other ranks first.
+    1. `prepare`   reads tensors and makes what is to be sent. What fails here on one rank is told
+                   to the others.
+    2. `exchange`  meets the others and moves data, until this rank holds, opened and checked, all
+                   that it will write.
+    3. `finish`    writes results and residuals.
+       `undo`      in place of `finish` when a stage has failed: all is as before the call.
+
+    A subclass fills `details`: what ranks must agree in, besides the name of the call.
+
+    Args:
+        name: of the call, "all_reduce".
+        tensors: that it is about: they must be on one device.
+        options: the group and the limits.
+        result: what the handle's future holds in the end.
+        what: the exchange in words, for errors and logs.
+        pair: to take place between two members alone, see `channel_of`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        options: Options,
+        *,
+        result: Any = None,
+        what: str = "",
+        pair: Pair | None = None,
+    ) -> None:
+        group = process_group(options.group)
+        # An error that is kept keeps this object by its traceback, but must not keep the
+        # group: torch crashes when the interpreter ends before a group does.
+        self.name, self.options = name, replace(options, group=None)
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.device = _one_device(tensors)
+        self.details: Details = ()
+        self.handle = Handle(result, what or name)
+        self._global_rank = dist.get_rank()
+        self._group = weakref.ref(group)
+        self._pair = pair
+        self._channel: Channel | None = None
+        self._ready: torch.cuda.Event | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        assert group is not None, "the caller holds the group until the exchange has started"
+        return group
+
+    @property
+    def channel(self) -> Channel:
+        if self._channel is None:
+            self._channel = channel_of(self.group, self.device, self._pair)
+        return self._channel
+
+    def key(self, compressor: Compressor, key: Key | None) -> Key:
+        """The key to draw with: counted if none is given, one for each rank unless shared."""
+        if key is None:
+            key = Key() if self.size == 1 else Key(step=self.channel.count % (1 << 32))
+        key = key.checked()
+        return key if compressor.common_key else key.derive(self.rank)
+
+    def start(self, async_op: bool = False) -> Handle:
+        """Queue it; wait for it unless it is to run in the background."""
+        if self.size == 1:
+            self.handle.account.collective = "none"
+            self.handle._end(self._alone())
+        else:
+            if self.device.type == "cuda":
+                self._ready = torch.cuda.current_stream(self.device).record_event()
+            self.channel.submit(self)
+        if not async_op:
+            self.handle.wait()
+        return self.handle
+
+    def _alone(self) -> Exception | None:
+        try:
+            self.alone()
+        except Exception as error:
+            return error
+        return None
+
+    # The stages.
+
+    def enter(self, transport: Transport) -> None:
+        """Called first; what it raises ends the exchange on this rank, and nobody is told."""
+        return None
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make what is to be sent; nothing of the caller's is written."""
+
+    @abstractmethod
+    def exchange(self, transport: Transport) -> None:
+        """Send and receive; nothing of the caller's is written."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Write results and residuals."""
+
+    def undo(self) -> None:
+        """A stage has failed; only what an earlier one has changed needs mending."""
+        return None
+
+    def alone(self) -> None:
+        """The same in a group of one rank, in place of all stages."""
+        return None
+
+    def run(self, link: Link, limit: timedelta) -> None:
+        """Called by the channel's thread."""
+        call = Call(self.name, self.details)
+        with self._on_own_stream():
+            transport = Transport(link, limit, call, self.handle.account, self.device)
+            try:
+                self._carry_out(transport)
+            except Exception as error:
+                error.add_note(f"in {self.handle!r} on rank {self._global_rank}")
+                raise
+
+    def _carry_out(self, transport: Transport) -> None:
+        try:
+            self.enter(transport)
+            with transport.preparing():
+                self.prepare()
+            self.exchange(transport)
+        except BaseException:
+            self.undo()
+            raise
+        with transport.clock("decode"):
+            self.finish()
+
+    @contextlib.contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """The channel's own CUDA stream, so that what the caller goes on with runs beside it."""
+        if self._ready is None:
+            yield
+            return
+        with torch.cuda.stream(self.channel.stream(self.device)):
+            torch.cuda.current_stream(self.device).wait_event(self._ready)
+            yield
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+class Refusal(Exchange):
+    """Takes part in the next exchange of the group only to tell that this rank cannot go on."""
+
+    def __init__(self, error: Exception, tensor: Tensor, options: Options) -> None:
+        super().__init__("refusal", [tensor], options, what="refusal of an exchange")
+        self._error = error
+
+    def prepare(self) -> None:
+        raise self._error
+
+    def exchange(self, transport: Transport) -> None:
+        raise AssertionError("prepare has raised")
+
+    def finish(self) -> None:
+        raise AssertionError("prepare has raised")
+
+    def alone(self) -> None:
+        raise self._error
+
+
+def _one_device(tensors: Sequence[Tensor]) -> torch.device:
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "none"
+        raise ValueError(f"all tensors of a call must be on one device, got {found}")
+    (device,) = devices
+    return device
+
+
+# What ranks compare, in words.
+
+
+def describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def describe_all(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(map(describe, tensors))
+
+
+def describe_residuals(residuals: Sequence[Tensor | None]) -> str:
+    """Which tensors have one: with and without, compressors may send different things."""
+    given = [residual is not None for residual in residuals]
+    if len(set(given)) == 1:
+        return "given" if given[0] else "none"
+    return " ".join("given" if each else "none" for each in given)
+
+
+def describe_key(compressor: Compressor, key: Key) -> Details:
+    """The key, where ranks must agree in it."""
+    return (("key", f"{key.seed}/{key.step}/{key.tensor}"),) if compressor.common_key else ()

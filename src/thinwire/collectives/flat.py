@@ -1,0 +1,35 @@
+"""The flat algorithms by the names of their collectives, and which of them suits a reduction."""
+
+from thinwire.collectives.algorithm import Algorithm
+from thinwire.collectives.choose import choose
+from thinwire.collectives.gather import Gather
+from thinwire.collectives.joint import JointSearch
+from thinwire.collectives.memory import Load
+from thinwire.collectives.reduction import Reduction
+from thinwire.collectives.sparse import SparseRegions
+from thinwire.collectives.summable import BackendSum, UncompressedSum
+from thinwire.collectives.twoshot import TwoShot
+from thinwire.compressors import Joint
+
+_ALGORITHMS: dict[str, type[Algorithm]] = {
+    "gather": Gather,
+    "summable": BackendSum,
+    "twoshot": TwoShot,
+    "sparse": SparseRegions,
+    "joint": JointSearch,
+}
+
+
+def collective_for(reduction: Reduction, size: int, share: float = 1.0) -> str:
+    """The collective for a share of each tensor among `size` ranks."""
+    parts, compressor = reduction.parts, reduction.compressor
+    mixed = len({part.x.dtype for part in parts}) > 1
+    message = 0.0 if isinstance(compressor, Joint) else Load.of(parts, compressor).frame
+    return choose(compressor, share * message, size, mixed)
+
+
+def algorithm_for(collective: str, reduction: Reduction, rank: int, size: int) -> Algorithm:
+    """The algorithm of a flat collective, ready to be prepared."""
+    if collective == "summable" and reduction.uncompressed:
+        return UncompressedSum(reduction, rank, size)
+    return _ALGORITHMS[collective](reduction, rank, size)

@@ -1,0 +1,151 @@
+"""reduce_scatter: the first half of two-shot, for callers that want one shard of the sum."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.allreduce import check_operands, op_name
+from thinwire.collectives.exchange import (
+    Exchange,
+    describe_all,
+    describe_key,
+    describe_residuals,
+)
+from thinwire.collectives.handle import Handle
+from thinwire.collectives.memory import guard
+from thinwire.collectives.options import Group, Options, ReduceOp, Timeout
+from thinwire.collectives.reduction import FlatTensors, Part, Reduction
+from thinwire.collectives.transport import Transport
+from thinwire.collectives.twoshot import Shards, ShardSwap
+from thinwire.compressors import Compressor, compressor_of
+from thinwire.kernels import Key
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor | Sequence[Tensor],
+    compressor: Compressor | str,
+    *,
+    residual: Tensor | Sequence[Tensor | None] | None = None,
+    op: ReduceOp = dist.ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    max_bytes: int | str | None = None,
+    timeout: Timeout = None,
+    key: Key | None = None,
+) -> Handle:
+    """The sum or average over ranks of what each has for this rank, compressed on the way.
+
+    1. Draft a payload for every other rank's shard; meet (lengths); all-to-all.
+    2. Output <- weight * (x + r of this rank uncompressed, plus the decoded shards of the others).
+    3. Residual <- (x + r) - payload for the shards of others, zero for the own shard.
+
+    (P - 1) / P payloads leave each rank.
+
+    Args:
+        output: where the own shard of the sum goes.
+        input: one tensor of P times as many elements as each output, or a list of P tensors, of
+            which the j-th goes to rank j; these may differ in length. It is not changed.
+        residual: like `input`, float32 (float64 for float64): what earlier calls left out.
+        op, group, async_op, max_bytes, timeout, key: as for `all_reduce`; SUM and AVG only.
+
+    Returns:
+        A handle, already ended unless `async_op`; its future holds `output`.
+    """
+    options = Options.of(group, max_bytes=max_bytes, timeout=timeout)
+    exchange = ReduceScatter(output, input, residual, compressor_of(compressor), options, op, key)
+    return exchange.start(async_op)
+
+
+class ReduceScatter(Exchange):
+    def __init__(
+        self,
+        output: Tensor,
+        input: Tensor | Sequence[Tensor],
+        residual: Tensor | Sequence[Tensor | None] | None,
+        compressor: Compressor,
+        options: Options,
+        op: ReduceOp,
+        key: Key | None,
+    ) -> None:
+        operation = op_name(op)
+        if operation not in ("SUM", "AVG"):
+            raise ValueError(f"reduce_scatter takes SUM and AVG, got {operation}")
+        inputs = [input] if isinstance(input, Tensor) else list(input)
+        residuals = _as_list(residual, len(inputs))
+        check_operands(operation, compressor, inputs, residuals)
+        what = f"reduce_scatter of {describe_all(inputs)[:80]} with {compressor}"
+        super().__init__("reduce_scatter", [output, *inputs], options, result=output, what=what)
+        self._check_shapes(output, inputs, listed=not isinstance(input, Tensor))
+        self._output, self._inputs, self._residuals = output.detach(), inputs, residuals
+        self._compressor = compressor
+        self._weight = 1.0 / self.size if operation == "AVG" else 1.0
+        self._key = self.key(compressor, key)
+        self.details = (
+            ("input", describe_all(inputs)),
+            ("compressor", str(compressor)),
+            ("op", operation),
+            ("residual", describe_residuals(residuals)),
+            *describe_key(compressor, self._key),
+        )
+
+    def _check_shapes(self, output: Tensor, inputs: Sequence[Tensor], listed: bool) -> None:
+        size = self.size
+        if listed and len(inputs) != size:
+            raise ValueError(f"input must be {size} tensors, one for each rank, got {len(inputs)}")
+        mine = inputs[self.rank] if listed else inputs[0]
+        wanted = mine.numel() if listed else mine.numel() / size
+        if output.numel() != wanted or output.dtype != mine.dtype:
+            raise ValueError(
+                f"output must have {wanted:g} elements of {mine.dtype}, one shard of the input, "
+                f"got {output.numel()} of {output.dtype}"
+            )
+
+    def alone(self) -> None:
+        self._output.copy_(self._inputs[0].detach().reshape(self._output.shape))
+
+    def prepare(self) -> None:
+        self.handle.account.collective = "reduce_scatter"
+        self._flat = FlatTensors(self._inputs, self._residuals, self._key)
+        reduction = Reduction(
+            self._flat.parts, self._compressor, self._weight, self.options.max_bytes
+        )
+        guard("reduce_scatter", reduction, self.size)
+        shards = _shards(reduction.parts, self.size)
+        (self._own,) = shards[self.rank]
+        self._swap = ShardSwap(reduction, shards, self.rank, "reduce_scatter")
+        self._swap.prepare()
+        self._swap.finite = self._swap.finite and self._own.finite
+
+    def exchange(self, transport: Transport) -> None:
+        self._swap.exchange(transport)
+        with transport.clock("decode"):
+            (self._total,) = self._swap.sums()
+
+    def finish(self) -> None:
+        if self._swap.finite:
+            self._swap.settle()
+            if self._own.r is not None:
+                self._own.r.zero_()
+        if self._weight != 1:
+            self._total.mul_(self._weight)
+        self._output.copy_(self._total.view_as(self._output))
+        self._flat.write_back(tensors=False)
+
+
+def _as_list(residual: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:
+    if residual is None:
+        return [None] * count
+    given: list[Tensor | None] = []
+    given += [residual] if isinstance(residual, Tensor) else residual
+    if len(given) != count:
+        raise ValueError(f"{len(given)} residuals for {count} inputs")
+    return given
+
+
+def _shards(parts: list[Part], size: int) -> Shards:
+    if len(parts) > 1:
+        return [[part] for part in parts]
+    (part,) = parts
+    return [[part.shard(j, size)] for j in range(size)]

@@ -1,0 +1,190 @@
+"""send and recv: one compressed tensor from one rank to another.
+
+Each direction between two ranks, and each tag, has a channel of its own: messages of one channel
+arrive in the order they were sent, and a receive that waits holds up nothing else.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.channel import Pair, place_of, process_group
+from thinwire.collectives.exchange import Exchange, describe
+from thinwire.collectives.handle import Handle
+from thinwire.collectives.message import bundle
+from thinwire.collectives.options import Group, Options, Timeout
+from thinwire.collectives.reduction import FlatTensors
+from thinwire.collectives.transport import Transport
+from thinwire.compressors import Compressor, compressor_of
+from thinwire.errors import FrameError
+from thinwire.frames import unpack
+from thinwire.kernels import Key
+
+NAME = "send and recv"
+SENDER, RECEIVER = 0, 1
+
+
+def send(
+    tensor: Tensor,
+    compressor: Compressor | str,
+    *,
+    dst: int,
+    residual: Tensor | None = None,
+    group: Group = None,
+    tag: int = 0,
+    timeout: Timeout = None,
+    key: Key | None = None,
+) -> Handle:
+    """Send a tensor, compressed; returns when the receiver has it.
+
+    Args:
+        tensor: what to send. It is not changed.
+        dst: global rank of the receiver, which calls `recv` or `irecv`.
+        residual: what earlier sends left out.
+        tag: messages with different tags do not wait for each other.
+        group, timeout, key: as for `all_reduce`.
+
+    Raises:
+        MismatchError: the receiver expects another type or shape; it gets the same.
+        PeerError: the receiver died or did not call in time.
+    """
+    handle = isend(
+        tensor,
+        compressor,
+        dst=dst,
+        residual=residual,
+        group=group,
+        tag=tag,
+        timeout=timeout,
+        key=key,
+    )
+    handle.wait()
+    return handle
+
+
+def isend(
+    tensor: Tensor,
+    compressor: Compressor | str,
+    *,
+    dst: int,
+    residual: Tensor | None = None,
+    group: Group = None,
+    tag: int = 0,
+    timeout: Timeout = None,
+    key: Key | None = None,
+) -> Handle:
+    """`send` in the background: the tensor and residual belong to it until the handle has ended."""
+    options = Options.of(group, timeout=timeout)
+    return Send(tensor, dst, tag, residual, compressor_of(compressor), options, key).start(True)
+
+
+def recv(
+    tensor: Tensor,
+    *,
+    src: int,
+    group: Group = None,
+    tag: int = 0,
+    timeout: Timeout = None,
+) -> Handle:
+    """Receive what `send` sends, into a tensor of the same shape and type.
+
+    Args:
+        tensor: where it goes.
+        src: global rank of the sender.
+        tag, group, timeout: as for `send`. No compressor: the message says how it is to be read.
+    """
+    handle = irecv(tensor, src=src, group=group, tag=tag, timeout=timeout)
+    handle.wait()
+    return handle
+
+
+def irecv(
+    tensor: Tensor,
+    *,
+    src: int,
+    group: Group = None,
+    tag: int = 0,
+    timeout: Timeout = None,
+) -> Handle:
+    """`recv` in the background: the tensor belongs to it until the handle has ended."""
+    options = Options.of(group, timeout=timeout)
+    return Receive(tensor, src, tag, options).start(True)
+
+
+class Send(Exchange):
+    def __init__(
+        self,
+        tensor: Tensor,
+        dst: int,
+        tag: int,
+        residual: Tensor | None,
+        compressor: Compressor,
+        options: Options,
+        key: Key | None,
+    ) -> None:
+        compressor.check_input(tensor, residual)
+        what = f"send of {describe(tensor)} to rank {dst} with {compressor}"
+        me, other = _places(tensor, dst, tag, options)
+        super().__init__(
+            NAME, [tensor], options, result=tensor, what=what, pair=Pair(me, other, tag)
+        )
+        self._tensor, self._residual, self._compressor = tensor, residual, compressor
+        self._key = self.key(compressor, key)
+        self.details = (("tensor", describe(tensor)),)
+
+    def prepare(self) -> None:
+        self.handle.account.collective = "send"
+        self._flat = FlatTensors([self._tensor], [self._residual], self._key)
+        self._payload = self._flat.parts[0].draft(self._compressor)
+        self._message = bundle([self._payload])
+
+    def exchange(self, transport: Transport) -> None:
+        transport.meet([self._message.numel()])
+        transport.swap([self._message[:0], self._message], [0, 0])
+
+    def finish(self) -> None:
+        self._flat.parts[0].settle(self._compressor, self._payload)
+        self._flat.write_back(tensors=False)
+
+
+class Receive(Exchange):
+    def __init__(self, tensor: Tensor, src: int, tag: int, options: Options) -> None:
+        me, other = _places(tensor, src, tag, options)
+        what = f"recv of {describe(tensor)} from rank {src}"
+        super().__init__(
+            NAME, [tensor], options, result=tensor, what=what, pair=Pair(other, me, tag)
+        )
+        self._tensor = tensor.detach()
+        self.details = (("tensor", describe(tensor)),)
+
+    def prepare(self) -> None:
+        self.handle.account.collective = "recv"
+
+    def exchange(self, transport: Transport) -> None:
+        length = transport.meet()[SENDER].numbers[0]
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        message = transport.swap([nothing, nothing], [length, 0])[SENDER]
+        tensor = self._tensor
+        with transport.clock("decode"):
+            self._payload = unpack(message, max_numel=tensor.numel())
+            if self._payload.numel != tensor.numel() or self._payload.dtype != tensor.dtype:
+                raise FrameError(
+                    f"expected {describe(tensor)}, the message holds {self._payload.numel} "
+                    f"elements of {self._payload.dtype}"
+                )
+
+    def finish(self) -> None:
+        self._payload.restore(self._tensor)
+
+
+def _places(tensor: Tensor, peer: int, tag: int, options: Options) -> tuple[int, int]:
+    """The own place and the other's in the group."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
+    if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
+        raise ValueError(f"tag must be a non-negative integer, got {tag!r}")
+    group = process_group(options.group)
+    me, other = dist.get_rank(group), place_of(group, peer)
+    if me == other:
+        raise ValueError(f"rank {peer} cannot send to itself")
+    return me, other

@@ -1,0 +1,226 @@
+"""The compressor of each tensor in each step: fixed, or chosen by a policy as training goes on."""
+
+from collections.abc import Mapping, Sequence
+from glob import escape
+
+import torch
+
+from thinwire.collectives.numbers import GatherNumbers
+from thinwire.collectives.options import Options
+from thinwire.compressors import Compressor
+from thinwire.feedback.base import Update
+from thinwire.policies.base import (
+    Choice,
+    Chooser,
+    Decision,
+    Journal,
+    Measured,
+    Policy,
+    Setting,
+    Target,
+)
+from thinwire.policies.fixed import Fixed
+from thinwire.policies.layerwise import Layerwise, Rule
+from thinwire.reducer.unit import Unit
+
+
+class Choices:
+    """Choices that never change: one compressor for each tensor, None for uncompressed.
+
+    This is also what a wire asks when a policy is at work (`PolicyRunner`); here most of it has
+    nothing to do.
+
+    Args:
+        policy: that has chosen.
+        tensors: that it has chosen for; all others are sent uncompressed.
+        choices: by the name of a tensor.
+        explanation: sentences on them.
+    """
+
+    fixed = True
+
+    def __init__(
+        self,
+        policy: Policy,
+        tensors: Mapping[str, Target],
+        choices: Mapping[str, Choice],
+        explanation: Sequence[str] = (),
+    ) -> None:
+        self.policy, self.tensors = policy, tensors
+        self._choices, self._explanation = choices, list(explanation)
+
+    def compressor_of(self, name: str) -> Compressor | None:
+        """In this step; None for uncompressed."""
+        return self._choices.get(name)
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+
+    def end(self, step: int, measured: Measured) -> None:
+        """A step has ended, and came to this."""
+
+    def watches(self, step: int) -> bool:
+        """Whether `watch` is to be called in this step."""
+        return False
+
+    def watch(self, unit: Unit, update: Update) -> None:
+        """What a unit is about to send."""
+
+    def scale(self, factor: float) -> None:
+        """The loss, and with it all gradients, is from now on so many times as large."""
+
+    def observe(self, value: float) -> None:
+        """A validation came to this."""
+
+    def explain(self) -> list[str]:
+        """Sentences on what is done, and why."""
+        return self._explanation
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What was changed, and why."""
+        return []
+
+    def settings(self) -> Layerwise:
+        """What each tensor is sent with in the next step, as a policy."""
+        return Layerwise(
+            tuple(
+                Rule(None if choice is None else Fixed(choice), escape(name))
+                for name, choice in self._next().items()
+            )
+        )
+
+    def _next(self) -> Mapping[str, Choice]:
+        return self._choices
+
+    def state(self) -> list[float]:
+        """What the policy knows, the same on all ranks."""
+        return []
+
+    def check_state(self, state: Sequence[float]) -> None:
+        """Refuse a state that is not one of this policy."""
+        expected = len(self.state())
+        if len(state) != expected:
+            raise ValueError(
+                f"the state is not one of policy {self.policy}: it has {len(state)} numbers, not "
+                f"{expected}"
+            )
+
+    def load(self, state: Sequence[float], step: int) -> None:
+        """Go on after a step."""
+        self.check_state(state)
+
+
+class PolicyRunner(Choices):
+    """Asks a policy before each step and tells it what all ranks have seen after it.
+
+    Args:
+        chooser: the policy at work.
+        device: where the group's tensors are.
+        options: the group and the time limit.
+    """
+
+    fixed = False
+
+    def __init__(
+        self,
+        policy: Policy,
+        tensors: Mapping[str, Target],
+        chooser: Chooser,
+        journal: Journal,
+        device: torch.device,
+        options: Options,
+    ) -> None:
+        self.chooser, self._journal = chooser, journal
+        self._device, self._options = device, options
+        self._step = 0  # that has begun last
+        self._reports: tuple[int, GatherNumbers] | None = None  # after the last step, under way
+        first = {name: chooser.choose(tensor, 1) for name, tensor in tensors.items()}
+        super().__init__(policy, tensors, first)
+
+    def begin(self, step: int) -> None:
+        self._learn()
+        self._step = step
+        self._choices = self._chosen(step)
+
+    def _chosen(self, step: int) -> dict[str, Choice]:
+        return {name: self.chooser.choose(tensor, step) for name, tensor in self.tensors.items()}
+
+    def _learn(self) -> None:
+        """Have learnt from all reports."""
+        if self._reports is not None:
+            (step, reports), self._reports = self._reports, None
+            reports.handle.wait()
+            self.chooser.learn(step, reports.rows)
+
+    def end(self, step: int, measured: Measured) -> None:
+        if self.chooser.due(step):
+            try:
+                numbers: Sequence[float] | Exception = self.chooser.report(measured)
+            except Exception as error:
+                numbers = error  # which all are told
+            what = f"{self.policy} after step {step}"
+            reports = GatherNumbers(numbers, what, self._device, self._options)
+            reports.start(async_op=True)
+            self._reports = (step, reports)
+
+    def watches(self, step: int) -> bool:
+        return self.chooser.watches(step)
+
+    def watch(self, unit: Unit, update: Update) -> None:
+        for name, (lo, hi) in unit.spans():
+            if name in self.tensors:
+                residual = None if update.residual is None else update.residual[lo:hi]
+                self.chooser.watch(self.tensors[name], update.tensor[lo:hi], residual)
+
+    def scale(self, factor: float) -> None:
+        self.chooser.scale(factor)
+
+    def observe(self, value: float) -> None:
+        self.chooser.observe(value)
+
+    def explain(self) -> list[str]:
+        return self.chooser.explain()
+
+    @property
+    def decisions(self) -> list[Decision]:
+        return list(self._journal.decisions)
+
+    def _next(self) -> Mapping[str, Choice]:
+        self._learn()
+        return self._chosen(self._step + 1)
+
+    def state(self) -> list[float]:
+        self._learn()
+        return self.chooser.state()
+
+    def load(self, state: Sequence[float], step: int) -> None:
+        self._reports = None
+        super().load(state, step)
+        self.chooser.load(state)
+        self._step = step
+        self._choices = self._chosen(step + 1)
+
+
+def choices_of(
+    policy: Policy,
+    tensors: Sequence[Target],
+    *,
+    size: int,
+    feedback: bool,
+    device: torch.device,
+    options: Options,
+) -> Choices:
+    """The choices of a policy for some tensors.
+
+    Args:
+        size: ranks of the group.
+        feedback: whether what is left out is remembered.
+    """
+    journal = Journal()
+    by_name = {tensor.name: tensor for tensor in tensors}
+    chooser = policy.begin(Setting(tensors, size, feedback, journal))
+    if chooser.fixed:
+        chosen = {tensor.name: chooser.choose(tensor, 1) for tensor in tensors}
+        return Choices(policy, by_name, chosen, chooser.explain())
+    return PolicyRunner(policy, by_name, chooser, journal, device, options)

@@ -1,0 +1,158 @@
+"""The feedback state of a reducer: by unit while training goes on, by tensor in checkpoints."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives.handle import Handle
+from thinwire.feedback.base import Feedback
+from thinwire.feedback.state import StateVector
+from thinwire.reducer.unit import Unit
+
+TensorState = dict[str, Tensor]  # of one tensor: a flat vector for each part
+
+
+@dataclass
+class UnitState:
+    """The state of a unit: one vector over all its tensors for each part."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    vectors: dict[str, StateVector]
+    steps: int = 0
+    fresh: bool = True  # nothing remembered yet
+    handle: Handle | None = None  # of the last exchange, which may still be under way
+
+    def follow(self, handle: Handle) -> None:
+        """An exchange of it is under way; a handle that has ended is let go with its tensors."""
+        self.handle = handle
+        handle.when_ended(self._release)
+
+    def _release(self, handle: Handle) -> None:
+        if self.handle is handle:
+            self.handle = None
+
+    def wait_until_idle(self) -> None:
+        """Return when no exchange of it is under way."""
+        handle = self.handle
+        if handle is not None:
+            handle.wait_until_ended()
+
+    def committed(self, feedback: Feedback) -> None:
+        """One more step is remembered."""
+        self.steps += 1
+        self.fresh = feedback.resets(self.steps)
+        if self.fresh:
+            for vector in self.vectors.values():
+                vector.zero()
+
+    def matches(self, unit: Unit) -> bool:
+        first = unit.pieces[0]
+        return (
+            self.names == unit.names
+            and self.sizes == tuple(unit.sizes)
+            and self.dtype == first.dtype
+            and all(vector.device == first.device for vector in self.vectors.values())
+        )
+
+    def of_tensor(self, name: str) -> TensorState:
+        """A copy of what is remembered of one tensor."""
+        self.wait_until_idle()
+        lo, hi = list(pairwise([0, *accumulate(self.sizes)]))[self.names.index(name)]
+        if self.fresh:
+            return {}
+        return {part: vector.read()[lo:hi].clone() for part, vector in self.vectors.items()}
+
+
+@dataclass
+class FeedbackStates:
+    """All that a reducer remembers, by the names of the tensors.
+
+    Tensors may come in other units than before (DDP forms its buckets anew after the first step):
+    the state of each moves to its new unit.
+    """
+
+    feedback: Feedback
+    _by_name: dict[str, UnitState] = field(default_factory=dict)
+    # Loaded, and not yet asked for: with the number of steps.
+    _loaded: dict[str, tuple[TensorState, int]] = field(default_factory=dict)
+
+    def of_unit(self, unit: Unit) -> UnitState:
+        """The state of a unit; made anew if its tensors come together for the first time."""
+        found = self._by_name.get(unit.names[0])
+        if (
+            found is not None
+            and found.matches(unit)
+            and all(self._by_name.get(name) is found for name in unit.names)
+        ):
+            return found
+        known = {name: self.of_tensor(name) for name in unit.names}
+        first = unit.pieces[0]
+        numel = sum(unit.sizes)
+        vectors = self.feedback.new_state(numel, first.dtype, first.device)
+        for part, vector in vectors.items():
+            values = torch.zeros(numel, dtype=vector.dtype, device=vector.device)
+            for name, place in zip(unit.names, torch.split(values, unit.sizes), strict=True):
+                state = known[name][0]
+                if part in state:
+                    _check_size(name, state[part], place)
+                    place.copy_(state[part])
+            vector.write(values)
+        # A tensor that is new among known ones counts as known, or all would start anew.
+        steps = max(count for _, count in known.values())
+        fresh = not any(state for state, _ in known.values())
+        made = UnitState(unit.names, tuple(unit.sizes), first.dtype, vectors, steps, fresh)
+        for name in unit.names:
+            self._by_name[name] = made
+            self._loaded.pop(name, None)
+        return made
+
+    def names(self) -> list[str]:
+        return [*self._by_name, *self._loaded]
+
+    def of_tensor(self, name: str) -> tuple[TensorState, int]:
+        """A copy of what is remembered of a tensor, and its number of steps."""
+        if name in self._by_name:
+            found = self._by_name[name]
+            return found.of_tensor(name), found.steps
+        state, steps = self._loaded.get(name, ({}, 0))
+        return {part: values.clone() for part, values in state.items()}, steps
+
+    def load(self, states: Mapping[str, tuple[TensorState, int]]) -> None:
+        """Forget all, and remember this when the tensors come."""
+        self._by_name.clear()
+        self._loaded = dict(states)
+
+    def knows(self, unit: Unit) -> bool:
+        """Whether something is remembered of any of its tensors."""
+        own = [self._by_name[name] for name in unit.names if name in self._by_name]
+        for state in own:
+            state.wait_until_idle()  # ranks must agree, however fast each of them is
+        return any(name in self._loaded for name in unit.names) or not all(s.fresh for s in own)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all that is remembered."""
+        for unit_state in {id(state): state for state in self._by_name.values()}.values():
+            unit_state.wait_until_idle()
+            for vector in unit_state.vectors.values():
+                vector.scale(factor)
+        for loaded, _ in self._loaded.values():
+            for values in loaded.values():
+                values.mul_(factor)
+
+    def reset(self) -> None:
+        """Start from zero."""
+        self._by_name.clear()
+        self._loaded.clear()
+
+
+def _check_size(name: str, state: Tensor, place: Tensor) -> None:
+    if state.numel() != place.numel():
+        raise ValueError(
+            f"{name} has {place.numel()} elements, but what was remembered of it {state.numel()}: "
+            "the model has changed; call reset() to start anew"
+        )

@@ -1,0 +1,134 @@
+"""Everything of torch that is not part of its public interface, in one place.
+
+Each function says why the public way does not do. When a new release of torch breaks thinwire, this
+is where to look first; `make test-torch TORCH=...` runs the tests on another release.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.autograd.profiler as profiler
+import torch.distributed as dist
+from torch import Tensor
+
+_c10d: Any = dist.distributed_c10d
+PendingOperation = Any  # torch._C._distributed_c10d.Work, which has no types
+
+
+class Backend(NamedTuple):
+    """What a process group uses for the tensors of one kind of device."""
+
+    name: str  # "gloo", "nccl", ...
+    store: Any  # where members of the group find each other
+    network_devices: Any  # gloo's, which decide the interface
+    timeout: timedelta
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
+    """The backend of a group, its store and its time limit.
+
+    A group of our own must use the same network interface, store and time limit as the user's; no
+    public function tells them.
+    """
+    backend: Any = group._get_backend(torch.device(device.type))
+    options = backend.options
+    return Backend(
+        backend.name(),
+        _c10d._get_process_group_store(group),
+        getattr(options, "_devices", None),
+        getattr(options, "_timeout", dist.default_pg_timeout),
+    )
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """A store whose keys begin with a prefix."""
+    return _c10d.PrefixStore(prefix, store)
+
+
+def gloo_group(store: Any, index: int, size: int, network_devices: Any, timeout: timedelta) -> Any:
+    """A gloo group over a store, without torch.distributed.new_group.
+
+    `new_group` needs every rank of the world, and names the new group by how many groups a rank
+    has, which need not be the same everywhere.
+    """
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = network_devices
+    options._threads = 1
+    options._timeout = timeout
+    return _c10d.ProcessGroupGloo(store, index, size, options)
+
+
+# Operations of a single group with a time limit of their own: the public functions take none.
+
+
+def all_gather(group: Any, out: Tensor, mine: Tensor, timeout: timedelta) -> PendingOperation:
+    """`out` <- the members' tensors of one length, one behind the other."""
+    options = _c10d.AllgatherOptions()
+    options.timeout = timeout
+    return group._allgather_base(out, mine, options)
+
+
+def all_to_all(
+    group: Any,
+    out: Tensor,
+    outgoing: Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    timeout: timedelta,
+) -> PendingOperation:
+    """sent[j] elements to member j, received[j] from it."""
+    options = _c10d.AllToAllOptions()
+    options.timeout = timeout
+    return group.alltoall_base(out, outgoing, list(received), list(sent), options)
+
+
+def all_reduce(group: Any, tensor: Tensor, op: Any, timeout: timedelta) -> PendingOperation:
+    options = _c10d.AllreduceOptions()
+    options.timeout = timeout
+    options.reduceOp = op
+    return group.allreduce([tensor], options)
+
+
+def broadcast(group: Any, tensor: Tensor, root: int, timeout: timedelta) -> PendingOperation:
+    options = _c10d.BroadcastOptions()
+    options.timeout = timeout
+    options.rootRank = root
+    return group.broadcast([tensor], options)
+
+
+def keep_for_ever(group: Any) -> None:
+    """Never destroy a group: its destructor waits for operations that may never end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def queue_callback(callback: Callable[[], None]) -> bool:
+    """Have the autograd engine call this when its backward pass ends; False if there is none.
+
+    DDP ends its own passes in this way. Hooks of tensors and modules run too early: DDP has not
+    finished its buckets then.
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    return True
+
+
+def profiler_range(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A named range for torch's profiler, if one is running.
+
+    `record_function` costs microseconds even when nobody profiles, in each stage of an exchange;
+    whether somebody does is only told by this flag.
+    """
+    if profiler._is_profiler_enabled:
+        return profiler.record_function(name)
+    return contextlib.nullcontext()
+
+
+def uncompiled(model: Any) -> Any:
+    """The module that torch.compile was given; no public attribute leads back to it."""
+    return getattr(model, "_orig_mod", model)
