@@ -171,14 +171,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"thinwire.{name}")
-    if name not in _ROOM_OF:
-        raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"thinwire.{_ROOM_OF[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a checker sees the imports above, and that anything else is a mistake
+
+    def __getattr__(name: str) -> Any:
+        if name in _SUBMODULES:
+            return importlib.import_module(f"thinwire.{name}")
+        if name not in _ROOM_OF:
+            raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"thinwire.{_ROOM_OF[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
