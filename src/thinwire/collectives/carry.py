@@ -11,6 +11,7 @@ from thinwire.collectives.summable import is_dense, summable
 from thinwire.collectives.talk import Talk
 from thinwire.collectives.twoshot import twoshot
 from thinwire.collectives.work import Work
+from thinwire.compressors import JointCompressor
 
 _PLAIN = {"gather": gather, "twoshot": twoshot, "sparse": sparse, "joint": joint}
 
@@ -18,7 +19,11 @@ _PLAIN = {"gather": gather, "twoshot": twoshot, "sparse": sparse, "joint": joint
 def chosen(work: Work, size: int, share: float = 1.0) -> str:
     """The collective for a share of a work among `size` ranks."""
     mixed = len({part.x.dtype for part in work.parts}) > 1
-    message = 0.0 if work.compressor.joint else Load.of(work.parts, work.compressor).frame
+    message = (
+        0.0
+        if isinstance(work.compressor, JointCompressor)
+        else Load.of(work.parts, work.compressor).frame
+    )
     return choose(work.compressor, share * message, size, mixed)
 
 

@@ -32,8 +32,9 @@ from thinwire.collectives.nodes import Layers
 from thinwire.collectives.talk import Side, Talk
 from thinwire.collectives.twoshot import settle_shards, sum_shards
 from thinwire.collectives.work import Part, Work, share
+from thinwire.compressors import SparseCompressor
 from thinwire.compressors.base import narrow
-from thinwire.compressors.sparsifier import Selection, encode_selection, raw_values
+from thinwire.compressors.sparsifiers import Selection, encode_selection, raw_values
 from thinwire.errors import MismatchError, PeerError
 from thinwire.frames import Payload
 
@@ -152,7 +153,7 @@ class _Exchange:
 
     def _result(self, part: Part) -> Payload:
         inner, x = self.layers.inner, part.x
-        if self.work.compressor.sparse and x.numel():
+        if isinstance(self.work.compressor, SparseCompressor) and x.numel():
             there = x.nonzero().flatten()
             if FEW * there.numel() <= x.numel():
                 return _single(there, part, inner.fingerprint)

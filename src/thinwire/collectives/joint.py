@@ -18,12 +18,12 @@ from torch import Tensor
 
 from thinwire.collectives.talk import Talk
 from thinwire.collectives.work import Part, Work
-from thinwire.compressors.joint import Joint, Seen
+from thinwire.compressors.joint import JointCompressor, Seen
 
 
 def joint(talk: Talk, work: Work) -> None:
     compressor = work.compressor
-    assert isinstance(compressor, Joint)
+    assert isinstance(compressor, JointCompressor)
     size = talk.members.size
     with talk.preparing():
         views = [_view(part, compressor, recall) for part, recall in work.recalled()]
@@ -63,7 +63,7 @@ def joint(talk: Talk, work: Work) -> None:
         _write(work, views, results, plain, work.weight * size)
 
 
-def _view(part: Part, compressor: Joint, recall: dict[str, Tensor]) -> Seen | Tensor:
+def _view(part: Part, compressor: JointCompressor, recall: dict[str, Tensor]) -> Seen | Tensor:
     """A copy of x + r: as a matrix, filled up with zeros, or flat."""
     n = part.x.numel()
     shape = compressor.matrix(part.shape)

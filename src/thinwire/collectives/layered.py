@@ -15,6 +15,7 @@ from thinwire.collectives.memory import (
 )
 from thinwire.collectives.nodes import Layers
 from thinwire.collectives.work import Work
+from thinwire.compressors import SparseCompressor
 
 
 class Held(NamedTuple):
@@ -91,7 +92,7 @@ def _phases(work: Work, layers: Layers, place: int, rounds: int) -> list[Phase]:
     received = {"received": others * own * inner.frame}
     # A sparse result has at most the elements that all nodes have sent.
     frame, draft = inner.frame, inner.draft
-    if work.compressor.sparse:
+    if isinstance(work.compressor, SparseCompressor):
         frame = min(frame, len(layers.places) * outer.frame)
         draft = min(draft, len(layers.places) * outer.draft)
     result = {"result": own * (draft + frame), "copies": others * own * frame}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.work import Part, Work
-from thinwire.compressors import Compressor, Joint
+from thinwire.compressors import Compressor, JointCompressor, LocalCompressor
 from thinwire.errors import MemoryLimitError
 from thinwire.frames import Payload, pack, unpack
 from thinwire.kernels import Key
@@ -242,7 +242,7 @@ _PHASES: dict[str, Callable[[Load, int, int], list[Phase]]] = {
 
 def guard(collective: str, work: Work, size: int) -> None:
     """Refuse an exchange that would take more than the limit."""
-    if work.limit is not None and isinstance(work.compressor, Joint):
+    if work.limit is not None and isinstance(work.compressor, JointCompressor):
         need = _joint(work.parts, work.compressor)
         if need.num_bytes > work.limit:
             raise refuse(collective, need, work.limit, size)
@@ -250,7 +250,7 @@ def guard(collective: str, work: Work, size: int) -> None:
         _check(collective, Load.of(work.parts, work.compressor), size, work.limit)
 
 
-def _joint(parts: Sequence[Part], compressor: Joint) -> Estimate:
+def _joint(parts: Sequence[Part], compressor: JointCompressor) -> Estimate:
     """Copies of all tensors, what travels of them twice, and the results."""
     copies = sum(part.x.numel() * part.real.itemsize for part in parts)
     sent = sum(compressor.sent(part.shape) * part.real.itemsize for part in parts)
@@ -304,6 +304,7 @@ def weigh(compressor: Compressor, dtype: torch.dtype, residual: bool) -> Weight:
         return Weight(dtype.itemsize, 0, dtype.itemsize, 0, 0)
     sample = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)).to(dtype)
     room = torch.zeros(SAMPLE, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    assert isinstance(compressor, LocalCompressor)
     payload = compressor.draft(sample, residual=room if residual else None, key=Key())
     frame = pack(payload)
     received = unpack(frame)

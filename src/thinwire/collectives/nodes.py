@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from thinwire.compressors import Compressor, compressor_of
+from thinwire.compressors import Compressor, LocalCompressor, SparseCompressor, compressor_of
 
 VARIABLE = "LOCAL_WORLD_SIZE"
 FEEDBACKS = ("ef14", "none")
@@ -27,7 +27,7 @@ class Layers(NamedTuple):
 
     places: tuple[tuple[int, ...], ...]
     ranks: tuple[tuple[int, ...], ...]
-    inner: Compressor
+    inner: LocalCompressor
     remembers: bool
 
     @property
@@ -79,19 +79,18 @@ def layers_of(nodes: Nodes, inner: Compressor | str, inner_feedback: str, group:
     return Layers(places, found, inner_of(inner), inner_feedback == "ef14")
 
 
-def inner_of(inner: Compressor | str) -> Compressor:
+def inner_of(inner: Compressor | str) -> LocalCompressor:
     """A compressor for inside nodes, if it suits."""
     compressor = compressor_of(inner)
-    why = None
-    if compressor.joint:
+    if not isinstance(compressor, LocalCompressor):
         why = "it has no payload that could be sent to the owner of a shard"
-    elif compressor.sparse:
+    elif isinstance(compressor, SparseCompressor):
         why = "it would leave elements out of every result (inside a node travels all, light)"
     elif compressor.random:
         why = "all nodes must round a result alike, so nothing may be drawn"
-    if why is not None:
-        raise ValueError(f"inner: {compressor} does not suit, {why}: 'none' and 'cast:bf16' do")
-    return compressor
+    else:
+        return compressor
+    raise ValueError(f"inner: {compressor} does not suit, {why}: 'none' and 'cast:bf16' do")
 
 
 def _ranks_a_node(nodes: int | None) -> int:

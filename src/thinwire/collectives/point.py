@@ -16,7 +16,7 @@ from thinwire.collectives.message import bundle
 from thinwire.collectives.start import Group, Session, Timeout, describe, span_of
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.work import Work
-from thinwire.compressors import Compressor, compressor_of
+from thinwire.compressors import Compressor, local_of
 from thinwire.errors import FrameError
 from thinwire.frames import unpack
 from thinwire.kernels import Key
@@ -74,7 +74,7 @@ def isend(
     key: Key | None = None,
 ) -> Handle:
     """`send` in the background: the tensor and residual belong to it until the handle has ended."""
-    compressor = compressor_of(compressor)
+    compressor = local_of(compressor)
     compressor.check_input(tensor, residual)
     session = _session(group, tensor, dst, tag, sending=True)
     drawn = session.key(compressor, key)

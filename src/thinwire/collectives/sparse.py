@@ -23,6 +23,7 @@ from thinwire.collectives.memory import check_real
 from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.talk import Talk
 from thinwire.collectives.work import Part, Work
+from thinwire.compressors import SparseCompressor
 from thinwire.compressors.base import add_narrower
 from thinwire.frames import Payload
 from thinwire.frames.code import Extent
@@ -58,6 +59,7 @@ class _Regions:
 
     def __init__(self, talk: Talk, work: Work, part: Part, edges: list[int]) -> None:
         self.talk, self.work = talk, work
+        assert isinstance(work.compressor, SparseCompressor)
         self.compressor, self.weight = work.compressor, work.weight
         self.part, self.edges = part, edges
         self.me = talk.members.index
@@ -164,7 +166,9 @@ def _quantiles(chosen: Chosen, numel: int, size: int) -> list[int]:
 
 def _joined(work: Work) -> tuple[Part, Chosen | None]:
     """All tensors as one, and what was chosen in each; copies only if there are several."""
-    picks = [work.compressor.pick(p.x, residual=p.r, key=p.key) for p in work.parts]
+    compressor = work.compressor
+    assert isinstance(compressor, SparseCompressor)
+    picks = [compressor.pick(p.x, residual=p.r, key=p.key) for p in work.parts]
     if len(picks) == 1:
         return work.parts[0], picks[0]
     offset, positions, values = 0, [], []

@@ -11,7 +11,7 @@ from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.start import Group, Session, Timeout, describe, describe_all, span_of
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.work import Work
-from thinwire.compressors import Compressor, compressor_of
+from thinwire.compressors import Compressor, local_of
 from thinwire.frames.code import Extent
 from thinwire.kernels import Key
 
@@ -43,7 +43,7 @@ def all_gather(
     Returns:
         A handle, already ended unless `async_op`; its future holds `output`.
     """
-    compressor = compressor_of(compressor)
+    compressor = local_of(compressor)
     compressor.check_input(input, residual)
     limit, span = limit_of(max_bytes), span_of(timeout)
     outputs = [output] if isinstance(output, Tensor) else list(output)
@@ -126,7 +126,7 @@ def broadcast(
     Returns:
         A handle, already ended unless `async_op`; its future holds `tensor`.
     """
-    compressor = compressor_of(compressor)
+    compressor = local_of(compressor)
     compressor.check_input(tensor, residual)
     limit, span = limit_of(max_bytes), span_of(timeout)
     session = Session(group, [tensor])

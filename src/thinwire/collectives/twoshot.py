@@ -21,12 +21,14 @@ from thinwire.collectives.memory import check_real
 from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.talk import Talk
 from thinwire.collectives.work import Part, Work, share
+from thinwire.compressors import LocalCompressor
 from thinwire.frames import Payload
 from thinwire.frames.payload import add_all
 
 
 def twoshot(talk: Talk, work: Work) -> None:
     compressor = work.compressor
+    assert isinstance(compressor, LocalCompressor)
     me, size = talk.members.index, talk.members.size
     shards = [[_shard(part, j, size) for part in work.parts] for j in range(size)]
     first, received, sound = swap_shards(talk, work, shards, "twoshot")

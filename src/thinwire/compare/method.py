@@ -89,20 +89,21 @@ def read(text: str) -> Method:
         return Method(name, OPTIMIZERS[name][1], "optimizer", str(ONE_BIT))
     if name.startswith("torch:"):
         return _powersgd(name)
-    from thinwire.methods.recipes import recipe_of
+    from thinwire.methods import method_of
 
     try:
-        recipe = recipe_of(name)
+        method = method_of(name)
     except ValueError as error:
         raise SettingError(f"{text!r}: {error}") from None
-    if recipe is not None:
+    if method is not None:
+        recipe = method.recipe()
         made, remembered = str(recipe.compressor), str(recipe.feedback)
         return Method(recipe.name, recipe.name, "thinwire", made, remembered, named=True)
     from thinwire.feedback import feedback_for
-    from thinwire.policies.registry import is_policy, policy_of
+    from thinwire.policies.base import POLICIES, policy_of
 
     # Patterns of names may have capitals.
-    compressor, *feedback = _PLUS.split(text.strip() if is_policy(name) else name)
+    compressor, *feedback = _PLUS.split(text.strip() if POLICIES.knows(name) else name)
     if len(feedback) > 1:
         raise SettingError(f"{text!r}: a method is COMPRESSOR or COMPRESSOR+FEEDBACK")
 

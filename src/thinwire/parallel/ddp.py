@@ -16,14 +16,12 @@ from thinwire.collectives.reduce import check_collective
 from thinwire.collectives.start import Timeout
 from thinwire.compressors import Compressor
 from thinwire.feedback import DGC, Feedback, NoFeedback, Vote, feedback_for
-from thinwire.methods.recipes import recipe_of
+from thinwire.methods import method_of
 from thinwire.parallel.momentum import take_momentum, with_momentum
 from thinwire.parallel.names import parameter_names, unwrapped
 from thinwire.parallel.steering import Steering, targets_of
 from thinwire.parallel.wire import Wire
-from thinwire.policies.base import Policy
-from thinwire.policies.fixed import ByName, Fixed
-from thinwire.policies.registry import policy_of
+from thinwire.policies.base import ByName, Fixed, Policy, policy_of
 from thinwire.reducer.reducer import Reducer
 
 log = logging.getLogger("thinwire")
@@ -124,7 +122,8 @@ def attach(
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise TypeError(f"{name}: DDP hooks cannot carry {parameter.dtype} parameters")
-    recipe = recipe_of(compressor) if isinstance(compressor, str) else None
+    method = method_of(compressor)
+    recipe = None if method is None else method.recipe()
     given: Any = compressor
     if recipe is not None:
         if feedback != "auto":
@@ -196,7 +195,8 @@ def _policy(
     if unmatched:
         some = ", ".join(list(parameters)[:3])
         raise ValueError(f"exclude: no parameter is named like {unmatched[0]!r} (there are {some})")
-    policy = None if callable(given) else policy_of(given)
+    function = callable(given) and not isinstance(given, type)
+    policy = None if function else policy_of(given)
     # What sends all as it is anyway takes whole buckets, as they lie in memory.
     whole = isinstance(policy, Fixed) and policy.main.lossless and policy.main.summable
     large = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from thinwire.compressors import Compressor, Joint
+from thinwire.compressors import Compressor, LocalCompressor
 from thinwire.feedback.base import Turn
 from thinwire.kernels import Key
 from thinwire.reducer.unit import Unit
@@ -17,7 +17,7 @@ class Measurer:
         self._ledger = ledger
 
     def __call__(self, unit: Unit, turn: Turn, compressor: Compressor, key: Key) -> None:
-        if isinstance(compressor, Joint):
+        if not isinstance(compressor, LocalCompressor):
             return  # only all ranks together know what it leaves
         left = None if turn.residual is None else turn.residual.clone()
         wanted = turn.tensor.to(torch.float32 if left is None else left.dtype)

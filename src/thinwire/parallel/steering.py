@@ -12,8 +12,15 @@ from thinwire.collectives.numbers import gather_numbers
 from thinwire.collectives.start import Timeout
 from thinwire.compressors import Compressor
 from thinwire.feedback.base import Turn
-from thinwire.policies.base import Choice, Journal, Measured, Policy, Setting, Target
-from thinwire.policies.fixed import Fixed
+from thinwire.policies.base import (
+    Choice,
+    Fixed,
+    Journal,
+    Measured,
+    Policy,
+    PolicyContext,
+    TensorInfo,
+)
 from thinwire.policies.layerwise import Layerwise, Rule
 from thinwire.reducer.unit import Unit
 
@@ -31,7 +38,7 @@ class Steering:
     def __init__(
         self,
         policy: Policy,
-        targets: Sequence[Target],
+        targets: Sequence[TensorInfo],
         *,
         size: int,
         feedback: bool,
@@ -42,7 +49,7 @@ class Steering:
         self.policy = policy
         self.journal = Journal()
         self.targets = {target.name: target for target in targets}
-        self.chooser = policy.begin(Setting(targets, size, feedback, self.journal))
+        self.chooser = policy.begin(PolicyContext(targets, size, feedback, self.journal))
         self._step = 0  # that has begun last
         self._choices = self._chosen(1)
         self._where: dict[str, Any] = {"device": device, "group": group, "timeout": timeout}
@@ -116,7 +123,7 @@ class Steering:
         self._choices = self._chosen(step + 1)
 
 
-def targets_of(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Target]:
+def targets_of(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[TensorInfo]:
     """Parameters as policies see them."""
     owners = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}
     last = None
@@ -126,7 +133,7 @@ def targets_of(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> lis
         ):
             last = owner
     return [
-        Target(name, p.shape, p.dtype, _kind(owners.get(id(p))), owners.get(id(p)) is last)
+        TensorInfo(name, p.shape, p.dtype, _kind(owners.get(id(p))), owners.get(id(p)) is last)
         for name, p in parameters.items()
     ]
 

@@ -19,9 +19,10 @@ from thinwire.collectives.nodes import Nodes, layers_of
 from thinwire.collectives.reduce import check_collective, start
 from thinwire.collectives.start import Group, Timeout, span_of
 from thinwire.collectives.talk import Talk
-from thinwire.compressors import Compressor, Joint, NoCompression, compressor_of
+from thinwire.compressors import Compressor, JointCompressor, NoCompression, compressor_of
 from thinwire.compressors.base import FLOATS
-from thinwire.feedback import EF14, Feedback, NoFeedback, feedback_for, parse_feedback
+from thinwire.feedback import EF14, Feedback, NoFeedback, feedback_for
+from thinwire.feedback import parse as parse_feedback
 from thinwire.feedback.base import Desk, Turn
 from thinwire.feedback.vector import Room
 from thinwire.kernels import Key
@@ -75,7 +76,9 @@ class Reducer:
         self.compressor = compressor_of(compressor)
         self._auto = isinstance(feedback, str) and feedback.strip().lower() == "auto"
         if self._auto:
-            natural = self.compressor.feedback if isinstance(self.compressor, Joint) else "ef14"
+            natural = (
+                self.compressor.feedback if isinstance(self.compressor, JointCompressor) else "ef14"
+            )
             self.feedback: Feedback = parse_feedback(natural)
         else:
             self.feedback = feedback if isinstance(feedback, Feedback) else parse_feedback(feedback)
@@ -209,7 +212,7 @@ class Reducer:
         )
         if exchange.handle.collective == "none":  # a group of one rank
             exchange.alone()
-        if isinstance(compressor, Joint):
+        if isinstance(compressor, JointCompressor):
             self._last = exchange.handle
         self.turns[names[0]] = (turn_number + 1) % (1 << 32)
         for slab in exchange.slabs:
@@ -247,7 +250,7 @@ class Reducer:
         self, units: Sequence[Unit], compressor: Compressor
     ) -> dict[str, dict[str, Tensor]] | None:
         """Where a joint compressor finds again what it wants to."""
-        if not isinstance(compressor, Joint):
+        if not isinstance(compressor, JointCompressor):
             return None
         for unit in units:
             if len(unit.names) > 1:
