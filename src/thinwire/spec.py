@@ -102,6 +102,10 @@ class Kind(Generic[T]):
 
     def read(self, text: str) -> T:
         """The object that some text describes: one stage, unless a kind has more to it."""
+        if len(split(text, "|")) > 1 and self.knows(text):
+            raise ValueError(
+                f"{text!r}: '|' chains compressors, and {name_of(text)} is a {self.noun}"
+            )
         stage = read_stage(text)
         if stage.name not in self.classes:
             raise self.unknown(stage.name)
