@@ -472,6 +472,10 @@ def test_what_is_no_policy_is_refused():
     ("text", "names"),
     [
         ("auto, topk:0.01", ["auto+ef14", "topk:0.01+ef14"]),
+        ('layerwise:((kind=norm,most=4096)=dense; "a+b;c"=topk:0.1; *=onebit)+ef21; auto',
+         ['layerwise:((kind=norm,most=4096)=dense; "a+b;c"=topk:0.1; *=onebit)+ef21', "auto+ef14"]),
+        ("layerwise:((most=4096)=dense)", ["layerwise:((most=4096)=dense)"]),
+        ("threshold:1e+3, topk:0.1", ["threshold:1000.0+ef14", "topk:0.1+ef14"]),
         ("warmup:50,(topk:0.01)+ef21, none", ["warmup:50,(topk:0.01)+ef21", "none"]),
         ("bandwidth:(qsgd:7),target=0.5; auto:3", ["bandwidth:(qsgd:7),0.5", "auto:3+ef14"]),
         ("layerwise:(A*=topk:0.1; *=dense); ramp:9,(topk:0.01)",

@@ -17,7 +17,7 @@ annotation of the field. `spec_of` leaves out defaults and is the inverse of `Ki
 
 A `Kind` holds the classes that specs of one kind can name. Every kind registers itself here, so
 that a field of one kind may hold another, and an unknown name is answered with all that is known.
-Between processes objects travel as JSON (`to_json`, `from_json`), which needs no quoting.
+Between processes objects are sent as JSON (`to_json`, `from_json`), which needs no quoting.
 """
 
 import json

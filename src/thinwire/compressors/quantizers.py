@@ -80,7 +80,7 @@ class Quantize(LocalCompressor):
     A block whose largest magnitude is under 2^-118 (float64: 2^-800) is sent as zeros.
 
     Args:
-        bits: 8, 4 or 2 an element.
+        bits: 8, 4 or 2 per element.
         block: elements that share a scale, a multiple of 8; None for the whole tensor.
         symmetric: around zero; False stores the minimum too and uses every level.
         stochastic: round up or down at random, so that the mean is exact.
@@ -309,7 +309,7 @@ class Natural(LocalCompressor):
     """The nearest powers of two, at random.
 
     |x| between 2^e and 2^(e+1) becomes the upper one with probability |x|/2^e - 1: unbiased, and
-    E||C(x)||^2 <= 9/8 ||x||^2. A byte an element: the sign and the exponent in a window of 127
+    E||C(x)||^2 <= 9/8 ||x||^2. A byte per element: the sign and the exponent in a window of 127
     below the tensor's largest; what is smaller becomes the window's lowest power or zero, unbiased
     too.
 

@@ -1,4 +1,4 @@
-"""One bit an element: signs, and the magnitudes that belong to them."""
+"""One bit per element: signs, and the magnitudes that belong to them."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SMALLEST = 1e-300  # means below it have no reciprocal worth using
 
 @dataclass(frozen=True)
 class OneBit(LocalCompressor):
-    """One bit an element and the means of both halves.
+    """One bit per element and the means of both halves.
 
     In each block, elements >= 0 are sent as the mean of all those, the others as the mean of the
     others. Of all ways to send one bit with threshold 0 this has the least squared error. Use it

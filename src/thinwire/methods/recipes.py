@@ -150,7 +150,7 @@ class EFSignSGD(NamedMethod):
 
 @dataclass(frozen=True)
 class OneBitSGD(NamedMethod):
-    """1-bit SGD: one bit an element, the means of both halves, what is left out remembered."""
+    """1-bit SGD: one bit per element, the means of both halves, what is left out remembered."""
 
     name: ClassVar[str] = "1bit-sgd"
 
@@ -163,7 +163,7 @@ class BitQSGD(NamedMethod):
     """QSGD with as many levels as fit so many bits; "qsgd:7" is the compressor with 7 levels.
 
     Args:
-        bits: of an element, from 2 to 8; written ``qsgd:4bit``.
+        bits: per element, from 2 to 8; written ``qsgd:4bit``.
     """
 
     bits: int
