@@ -229,7 +229,7 @@ def on_words() -> tuple[str, str, str, dict[str, Any]]:
 
 def test_a_wire_explains_itself_and_gives_its_settings():
     before, after, same, stats = ranks.run(on_words, ranks=2)[0]
-    assert "Profiling: all tensors travel with topk:0.1." in before
+    assert "Profiling: all tensors are sent with topk:0.1." in before
     assert "The last decisions:" in after
     assert "What is left out is remembered and sent later (ef14)." in after
     assert same == "True"

@@ -21,7 +21,7 @@ from thinwire.collectives.start import (
 from thinwire.collectives.talk import Call, Talk
 from thinwire.collectives.twoshot import settle_shards, sum_shards, swap_shards
 from thinwire.collectives.work import Part, Work, share
-from thinwire.compressors import Compressor, compressor_of
+from thinwire.compressors import Compressor, local_of
 from thinwire.kernels import Key
 
 
@@ -56,7 +56,7 @@ def reduce_scatter(
     Returns:
         A handle, already ended unless `async_op`; its future holds `output`.
     """
-    compressor = compressor_of(compressor)
+    compressor = local_of(compressor)
     operation = op_name(op)
     if operation not in ("SUM", "AVG"):
         raise ValueError(f"reduce_scatter takes SUM and AVG, got {operation}")
