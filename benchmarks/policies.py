@@ -32,9 +32,8 @@ from torch import Tensor
 
 from thinwire.compressors import Compressor, parse
 from thinwire.kernels import Key
-from thinwire.policies.base import Around, Choice, Chooser, Policy, Setting
-from thinwire.policies.base import Target as Named
-from thinwire.policies.registry import policy_of
+from thinwire.policies import Choice, Chooser, Policy, PolicyContext, TensorInfo, policy_of
+from thinwire.policies.base import Around
 
 EVERY = 20  # steps between validations
 LIMIT = 3600.0  # seconds
@@ -52,7 +51,7 @@ class ByHand(Policy):
     def main(self) -> Compressor:
         return parse(self.strong)
 
-    def begin(self, setting: Setting) -> Chooser:
+    def begin(self, setting: PolicyContext) -> Chooser:
         return _ByHand(self)
 
 
@@ -60,7 +59,7 @@ class _ByHand(Chooser):
     def __init__(self, policy: ByHand) -> None:
         self._policy = policy
 
-    def choose(self, tensor: Named, step: int) -> Choice:
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
         phase = self._policy.phase
         return self._policy.main if phase < step <= 2 * phase else None
 
@@ -76,7 +75,7 @@ class Metered(Policy):
     def main(self) -> Compressor:
         return self.inner.main
 
-    def begin(self, setting: Setting) -> Chooser:
+    def begin(self, setting: PolicyContext) -> Chooser:
         return _Metered(self.inner.begin(setting))
 
 
@@ -91,7 +90,7 @@ class _Metered(Around):
         self._step = step
         return step % 4 == 0 or super().watches(step)
 
-    def watch(self, tensor: Named, x: Tensor, residual: Tensor | None) -> None:
+    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
         if super().watches(self._step):
             super().watch(tensor, x, residual)
         choice = self.choose(tensor, self._step)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import thinwire as tw
-from thinwire.compressors.sparsifier import kept
+from thinwire.compressors.sparsifiers import kept
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -155,7 +155,7 @@ def on_failing(spec: str, collective: str, at: int) -> tuple[Report, bool]:
     me, compressor = dist.get_rank(), tw.parse(spec)
     given = {"compressor": spec, "collective": collective}
     assert not attempt(**given).error
-    target = "select" if compressor.sparse else "encode_flat"
+    target = "select" if isinstance(compressor, tw.compressors.SparseCompressor) else "encode_flat"
     whole, uses = getattr(type(compressor), target), []
 
     def broken(self, request):

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.collectives.link import Link
 from thinwire.collectives.nodes import NodeLayout
-from thinwire.compressors.sparsifier import kept
+from thinwire.compressors.sparsifiers import kept
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 

@@ -20,7 +20,9 @@ ROOMS = (
     *("compare", "report", "bench", FACE, "cli"),
     "__main__",
 )
-LEAVES = frozenset({"errors", "formatting", "machine", "spec", "telemetry", "torch_internals"})
+LEAVES = frozenset(
+    {"check", "errors", "formatting", "machine", "spec", "telemetry", "torch_internals"}
+)
 MAY_TALK = frozenset({*ROOMS[ROOMS.index("collectives") :], "torch_internals"}) - {FACE}
 
 

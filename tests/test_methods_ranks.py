@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.compressors.joint import normal as drawn
-from thinwire.methods.recipes import methods, recipe_of
+from thinwire.methods import list_methods, method_of
 from thinwire.reducer.exchange import Driver
 from thinwire.reducer.unit import Unit
 
@@ -271,7 +271,7 @@ def test_every_step_is_what_the_formulas_say(case):
     """In float64: fewer than 20 + 4 n roundings a step and element (sums of n of them among them),
     of numbers no larger than the solution says."""
     done = sweep(case.size)[case]
-    settings = tw.feedback.parse_feedback(case.feedback)
+    settings = tw.feedback.parse(case.feedback)
     solve = powersgd_by_hand if "powersgd" in case.spec else SOLUTIONS[settings.name]
     roundings, largest = 20 + 4 * int(np.prod(case.shape)), 0.0
     for t, (result, memories, size) in enumerate(solve(case, settings)):
@@ -724,7 +724,7 @@ def spec_of(usage: str) -> str:
 @law(2)
 def on_every_method_trains_with_equal_replicas() -> None:
     found = set()
-    for usage, _, _ in methods():
+    for usage, _, _ in list_methods().values():
         spec = spec_of(usage)
         torch.manual_seed(0)
         model = plain()
@@ -734,17 +734,17 @@ def on_every_method_trains_with_equal_replicas() -> None:
         tw.check_replicas(model)
         assert all(p.isfinite().all() for p in model.parameters())
         assert agree(*gradients(model).values())
-        recipe = recipe_of(spec)
-        if recipe is not None:
+        method = method_of(spec)
+        if method is not None:
             wire._reducer.ledger.fold()
             line = wire._reducer.ledger.lines["2.weight"]
-            assert line.collective == recipe.collective
+            assert line.collective == method.recipe().collective
         if spec.startswith("sig"):
             assert all(set(g.unique().tolist()) <= {-1, 1} for g in gradients(model).values())
         found.add(digest(model.parameters()))
         assert str(wire._reducer.compressor) in repr(wire)
         assert wire.summary()
-    assert len(found) == len(methods()), "two methods did the same"
+    assert len(found) == len(list_methods()), "two methods did the same"
 
 
 # DGC

@@ -13,9 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire as tw
-from thinwire.policies.base import Chooser, Journal, Measured, Policy, Setting, Target
+from thinwire.policies import (
+    Chooser,
+    Journal,
+    Measured,
+    Policy,
+    PolicyContext,
+    TensorInfo,
+    policy_of,
+)
 from thinwire.policies.ladder import bytes_of, ladder_of
-from thinwire.policies.registry import policy_of
 from thinwire.policies.solve import solve
 
 SPECS = [
@@ -39,12 +46,12 @@ SPECS = [
 ]
 
 
-def setting(*shapes: tuple[int, ...], size: int = 4, feedback: bool = True) -> Setting:
-    tensors = [Target(f"t{i}", torch.Size(shape)) for i, shape in enumerate(shapes)]
-    return Setting(tensors, size, feedback, Journal())
+def setting(*shapes: tuple[int, ...], size: int = 4, feedback: bool = True) -> PolicyContext:
+    tensors = [TensorInfo(f"t{i}", torch.Size(shape)) for i, shape in enumerate(shapes)]
+    return PolicyContext(tensors, size, feedback, Journal())
 
 
-def begun(spec: Any, *shapes: tuple[int, ...], **options: Any) -> tuple[Chooser, Setting]:
+def begun(spec: Any, *shapes: tuple[int, ...], **options: Any) -> tuple[Chooser, PolicyContext]:
     where = setting(*(shapes or [(800, 500)]), **options)
     return policy_of(spec).begin(where), where
 
@@ -59,9 +66,9 @@ def chosen(spec: Any, steps: int) -> list[str]:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_specs_lead_back_to_their_policy(spec):
-    policy = tw.policies.parse_policy(spec)
-    assert tw.policies.parse_policy(str(policy)) == policy
-    assert str(tw.policies.parse_policy(str(policy))) == str(policy)
+    policy = tw.policies.parse(spec)
+    assert tw.policies.parse(str(policy)) == policy
+    assert str(tw.policies.parse(str(policy))) == str(policy)
     assert hash(policy) is not None
     assert policy.main in policy.compressors
 
@@ -75,34 +82,34 @@ def test_every_policy_has_a_name_and_a_line():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("warmup", "'warmup' lacks an argument; usage: warmup:STEPS,THEN"),
+        ("warmup", "'warmup' lacks an argument, steps; usage: warmup:STEPS,THEN"),
         ("warmup:0,(topk:0.01)", "Warmup: steps must be a number of steps from 1, got 0"),
-        ("warmup:5,(topq:0.01)", "Warmup: unknown compressor 'topq'"),
+        ("warmup:5,(topq:0.01)", "Warmup: unknown compressor or policy 'topq': did you"),
         ("warmup:5,(warmup:5)", "Warmup: 'warmup:5' lacks an argument"),
         ("warmup:5,7", "Warmup: expected a policy, a compressor or a spec"),
         ("ramp:5,(onebit)", "Ramp: onebit has no strength that could grow"),
-        ("ramp:5,(auto)", "Ramp: then must be a compressor, got auto"),
+        ("ramp:5,(auto)", "Ramp: unknown compressor 'auto': that is a policy"),
         ("ramp:5,(topk:0.1),2", "Ramp: start is not a value for topk:0.1: 2"),
-        ("ramp:5,(topk:0.1),shape=round", "Ramp: shape must be one of exponential, linear, dgc"),
+        ("ramp:5,(topk:0.1),shape=round", "Ramp: shape must be one of 'exponential', "),
         ("ramp:5,(quantize:4),shape=dgc", "Ramp: 'dgc' is a list of ratios, quantize:4 has bits"),
-        ("progressive:5,(auto)", "Progressive: then must be a compressor, got auto"),
-        ("bandwidth:(topk:0.01),target=0", "Bandwidth: target must be positive, got 0"),
-        ("bandwidth:(auto)", "Bandwidth: then must be a compressor, got auto"),
-        ("accuracy:(topk:0.01)", "lacks an argument; usage: accuracy:THEN,BAND"),
-        ("accuracy:(topk:0.01),-1", "Accuracy: band must be positive, got -1"),
+        ("progressive:5,(auto)", "Progressive: unknown compressor 'auto': that is a policy"),
+        ("bandwidth:(topk:0.01),target=0", "Bandwidth: target must be positive and finite, got 0"),
+        ("bandwidth:(auto)", "Bandwidth: unknown compressor 'auto': that is a policy"),
+        ("accuracy:(topk:0.01)", "lacks an argument, band; usage: accuracy:THEN,BAND"),
+        ("accuracy:(topk:0.01),-1", "Accuracy: band must be positive and finite, got -1"),
         ("solve:(powersgd:2)", "Solve: uniform must be a compressor with a payload"),
         ("solve:(onebit)", "Solve: onebit has no strength to vary: name candidates"),
         ("magnitude:2", "Magnitude: density must be in (0, 1], got 2"),
         ("magnitude:0.1,every=0", "Magnitude: every must be a number of steps from 1, got 0"),
         ("layerwise:nowhere.toml", "Layerwise: cannot read rules from 'nowhere.toml'"),
-        ("layerwise:(a=topq)", "Layerwise: unknown compressor 'topq'"),
-        ("slow", "unknown policy 'slow', known: accuracy, auto, bandwidth"),
+        ("layerwise:(a=topq)", "Layerwise: unknown compressor or policy 'topq'"),
+        ("slow", "unknown compressor or policy 'slow'; policies: accuracy, auto, bandwidth"),
         ("auto:0", "Warmup: steps must be a number of steps from 1, got 0"),
     ],
 )  # fmt: skip
 def test_a_wrong_policy_says_what_is_wrong(spec, said):
     with pytest.raises((ValueError, TypeError), match=re.escape(said)):
-        tw.policies.parse_policy(spec)
+        tw.policies.parse(spec)
 
 
 # Schedules.
@@ -127,7 +134,7 @@ def test_a_ladder_has_rungs_from_light_to_strong():
         rungs = ladder_of(tw.parse(spec))
         assert rungs[0] is None
         assert rungs[-1] == tw.parse(spec)
-        tensors = [Target("w", torch.Size([800, 500]))]
+        tensors = [TensorInfo("w", torch.Size([800, 500]))]
         sizes = [bytes_of(rung, tensors, 4, True) for rung in rungs]
         assert sizes == sorted(sizes, reverse=True), spec
         beyond = ladder_of(tw.parse(spec), beyond=True)
@@ -140,10 +147,10 @@ def test_a_ladder_has_rungs_from_light_to_strong():
 
 def test_rules_go_by_name_kind_and_size(tmp_path):
     tensors = [
-        Target("embed.weight", torch.Size([1000, 16]), kind="embedding"),
-        Target("body.0.weight", torch.Size([64, 64]), kind="linear"),
-        Target("body.1.weight", torch.Size([640, 64]), kind="linear"),
-        Target("head.weight", torch.Size([64, 1000]), kind="linear", last=True),
+        TensorInfo("embed.weight", torch.Size([1000, 16]), kind="embedding"),
+        TensorInfo("body.0.weight", torch.Size([64, 64]), kind="linear"),
+        TensorInfo("body.1.weight", torch.Size([640, 64]), kind="linear"),
+        TensorInfo("head.weight", torch.Size([64, 1000]), kind="linear", last=True),
     ]
     rules = (
         tw.policies.Rule("dense", most=4096),
@@ -157,11 +164,11 @@ def test_rules_go_by_name_kind_and_size(tmp_path):
         for policy in (tw.policies.Layerwise(rules), policy_of(f"layerwise:{tmp_path / name}")):
             assert isinstance(policy, tw.policies.Layerwise)
             assert policy.rules == rules
-            chooser = policy.begin(Setting(tensors, 4, True, Journal()))
+            chooser = policy.begin(PolicyContext(tensors, 4, True, Journal()))
             assert [str(chooser.choose(tensor, 1)) for tensor in tensors] == expected
             assert chooser.fixed
             assert any("embed.weight: with quantize:4." in line for line in chooser.explain())
-    default = tw.policies.Layerwise().begin(Setting(tensors, 4, True, Journal()))
+    default = tw.policies.Layerwise().begin(PolicyContext(tensors, 4, True, Journal()))
     assert [str(default.choose(tensor, 1)) for tensor in tensors] == [
         *("topk:0.003|quantize:4", "None", "topk:0.03|quantize:4", "topk:0.003|quantize:4")
     ]
@@ -283,7 +290,7 @@ def test_the_share_above_the_threshold_stays_what_it_should_be(spec, feedback):
 class Link:
     """A step as ranks would measure it."""
 
-    def __init__(self, chooser: Any, where: Setting, seed: int = 0) -> None:
+    def __init__(self, chooser: Any, where: PolicyContext, seed: int = 0) -> None:
         self.chooser, self.where = chooser, where
         self.draw = random.Random(seed)
         self.ladder = ladder_of(tw.parse("topk:0.01|quantize:4"))
@@ -359,7 +366,7 @@ def test_nothing_fits_but_something_is_least():
 # Accuracy.
 
 
-def told(chooser: Chooser, where: Setting, step: int, *values: float | None) -> str:
+def told(chooser: Chooser, where: PolicyContext, step: int, *values: float | None) -> str:
     rows = []
     for value in values:
         if value is not None:
@@ -450,7 +457,7 @@ def test_journals_keep_the_last_thousand():
     for step in range(1500):
         journal.note(step, "all", None, "so")
     assert len(journal.decisions) == 1000
-    assert journal.decisions[-1] == (1499, "all", "as it is", "so")
+    assert journal.decisions[-1] == (1499, "all", "uncompressed", "so")
 
 
 def test_what_is_no_policy_is_refused():
@@ -458,13 +465,17 @@ def test_what_is_no_policy_is_refused():
         policy_of(3)  # type: ignore[arg-type]
     assert isinstance(policy_of(tw.TopK(0.1)), Policy)
     with pytest.raises(TypeError, match="a spec is a string"):
-        tw.policies.parse_policy(3)  # type: ignore[arg-type]
+        tw.policies.parse(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("text", "names"),
     [
         ("auto, topk:0.01", ["auto+ef14", "topk:0.01+ef14"]),
+        ('layerwise:((kind=norm,most=4096)=dense; "a+b;c"=topk:0.1; *=onebit)+ef21; auto',
+         ['layerwise:((kind=norm,most=4096)=dense; "a+b;c"=topk:0.1; *=onebit)+ef21', "auto+ef14"]),
+        ("layerwise:((most=4096)=dense)", ["layerwise:((most=4096)=dense)"]),
+        ("threshold:1e+3, topk:0.1", ["threshold:1000.0+ef14", "topk:0.1+ef14"]),
         ("warmup:50,(topk:0.01)+ef21, none", ["warmup:50,(topk:0.01)+ef21", "none"]),
         ("bandwidth:(qsgd:7),target=0.5; auto:3", ["bandwidth:(qsgd:7),0.5", "auto:3+ef14"]),
         ("layerwise:(A*=topk:0.1; *=dense); ramp:9,(topk:0.01)",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nets import TIMEOUT, all_same, backward, named, plain, train, wired
 
 import thinwire as tw
-from thinwire.policies.base import Chooser, Policy, Setting, Target
+from thinwire.policies import Chooser, Policy, PolicyContext, TensorInfo
 
 STEADY = [  # what goes by steps and values, not by the clock
     "warmup:3,(topk:0.1)",
@@ -58,7 +58,7 @@ def test_ranks_decide_alike(spec):
     first, *others = ranks.run(on_uneven_ranks, spec, ranks=3)
     for other in others:
         assert other == first
-    assert first[3].startswith(str(tw.policies.parse_policy(spec)))
+    assert first[3].startswith(str(tw.policies.parse(spec)))
     if spec not in TIMED:
         assert len({tuple(row) for row in first[0]}) > 1, "it did change something"
 
@@ -156,7 +156,7 @@ class Broken(Policy):
     def main(self) -> tw.Compressor:
         return tw.TopK(0.1)
 
-    def begin(self, setting: Setting) -> Chooser:
+    def begin(self, setting: PolicyContext) -> Chooser:
         return _Broken(self.where)
 
 
@@ -170,7 +170,7 @@ class _Broken(Chooser):
         if where == self._where and dist.get_rank() == 1 and step == 4:
             raise ArithmeticError(f"no {where} today")
 
-    def choose(self, tensor: Target, step: int) -> tw.Compressor:
+    def choose(self, tensor: TensorInfo, step: int) -> tw.Compressor:
         self._step = step
         self._fail("choose", step)
         return tw.TopK(0.1)
@@ -178,7 +178,7 @@ class _Broken(Chooser):
     def watches(self, step: int) -> bool:
         return step == 4
 
-    def watch(self, tensor: Target, x: Any, residual: Any) -> None:
+    def watch(self, tensor: TensorInfo, x: Any, residual: Any) -> None:
         self._fail("watch")
 
     def report(self, measured: Any) -> list[float]:
@@ -229,7 +229,7 @@ def on_words() -> tuple[str, str, str, dict[str, Any]]:
 
 def test_a_wire_explains_itself_and_gives_its_settings():
     before, after, same, stats = ranks.run(on_words, ranks=2)[0]
-    assert "Profiling: all tensors travel with topk:0.1." in before
+    assert "Profiling: all tensors are sent with topk:0.1." in before
     assert "The last decisions:" in after
     assert "What is left out is remembered and sent later (ef14)." in after
     assert same == "True"

@@ -15,7 +15,7 @@ from tensors import FLOATS, bits, content, normal, real_of, same
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.compressors.sparsifier import kept
+from thinwire.compressors.sparsifiers import kept
 from thinwire.kernels.cpu import sparse
 from thinwire.kernels.reference.levels import unpack as unpack_levels
 

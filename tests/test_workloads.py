@@ -197,5 +197,5 @@ def test_impossible_shards_are_refused(task: Workload, shard: dict[str, int], me
 def test_workloads_by_name() -> None:
     assert workload("images") == Images()
     assert workload("text") == Text()
-    with pytest.raises(ValueError, match="unknown workload 'audio', known: images, text"):
+    with pytest.raises(ValueError, match="unknown workload 'audio'; workloads: images, text"):
         workload("audio")

@@ -1,7 +1,7 @@
 """Compressors by what they send, for the legend of the plot."""
 
 from thinwire.compressors import Chain, Compressor, Tiered
-from thinwire.compressors.sparsifier import Sparsifier
+from thinwire.compressors.sparsifiers import Sparsifier
 
 FAMILIES = ("every bit", "shorter floats", "some elements", "few levels", "signs", "combined")
 

@@ -5,13 +5,13 @@ from typing import NamedTuple
 from thinwire.bench import files
 from thinwire.bench.settings import EAGER_ROUNDS, SettingError, Settings
 from thinwire.bench.source import Source
-from thinwire.compressors import Compressor, parse
+from thinwire.compressors import LocalCompressor, local_of
 from thinwire.machine import available_bytes
 
 
 class Plan(NamedTuple):
     settings: Settings
-    compressors: list[Compressor]
+    compressors: list[LocalCompressor]
     sources: list[Source]
 
     @property
@@ -28,8 +28,8 @@ class Plan(NamedTuple):
 def prepare(settings: Settings) -> Plan:
     """Read the settings. Raises SettingError and MissingExtraError."""
     try:
-        found = {str(compressor): compressor for compressor in map(parse, settings.compressors)}
-    except ValueError as error:
+        found = {str(compressor): compressor for compressor in map(local_of, settings.compressors)}
+    except (TypeError, ValueError) as error:
         raise SettingError(str(error)) from None
     if settings.input is None:
         sources = [Source(kind, size) for size in settings.sizes for kind in settings.data]

@@ -14,7 +14,7 @@ from thinwire.bench.family import family_of
 from thinwire.bench.fidelity import Fidelity, compare
 from thinwire.bench.result import Row, Timing
 from thinwire.bench.settings import SettingError
-from thinwire.compressors import Compressor
+from thinwire.compressors import LocalCompressor
 from thinwire.frames import Payload
 from thinwire.kernels import Key
 
@@ -28,7 +28,7 @@ class Subject:
     Both leave there what was not sent, so it stays what it would be in training.
     """
 
-    def __init__(self, compressor: Compressor, x: Tensor, eager: bool = False) -> None:
+    def __init__(self, compressor: LocalCompressor, x: Tensor, eager: bool = False) -> None:
         self.compressor = compressor
         self.x = x
         self.residual = residual_of(x)

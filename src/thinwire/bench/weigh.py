@@ -18,7 +18,7 @@ import torch
 from thinwire.bench.memory import ENVIRONMENT, peak_extra_bytes
 from thinwire.bench.source import Source
 from thinwire.bench.subject import Subject
-from thinwire.compressors import parse
+from thinwire.compressors import local_of
 
 
 def extra_bytes(
@@ -55,7 +55,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     for source in sources:
         x = Source(*source).make()
-        for compressor in map(parse, compressors):
+        for compressor in map(local_of, compressors):
             subject = Subject(compressor, x)
             subject.warm_up()
             print(peak_extra_bytes(functools.partial(subject.encode, 0)), flush=True)

@@ -17,6 +17,8 @@ others show their default. A bar sends the values of one compressor through the 
   quantize:4,stochastic=true
   topk:0.01|quantize:4|lossless
   tiered:0.01,small=(quantize:4)
+
+qsgd:4 has 4 levels, qsgd:4bit as many as 4 bits can hold (7).
 """
 
 
@@ -29,10 +31,10 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from thinwire.compressors.registry import BY_NAME, JOINT, list_compressors
+    from thinwire.compressors.registry import COMPRESSORS
     from thinwire.spec import usage
 
-    kinds = {**BY_NAME, **JOINT}
-    found = [(name, usage(kinds[name]), line) for name, line in list_compressors().items()]
+    lines = COMPRESSORS.lines()
+    found = [(name, usage(kind), lines[name]) for name, kind in COMPRESSORS.classes.items()]
     titles = ("name", "spec, with defaults", "what it sends")
     return show(found, ("name", "usage", "description"), titles, arguments.json)

@@ -16,6 +16,8 @@ They go to tw.attach and to thinwire compare:
   tw.attach(model, "powersgd:4")
   thinwire compare --with "dgc:0.001, powersgd:2, arc:0.1, signsgd"
 
+qsgd:4bit has as many levels as 4 bits can hold (7); qsgd:4 is the compressor with 4 levels.
+
 Any compressor is a method too (see thinwire compressors); without a feedback it gets the one that
 belongs to it. Adam in one bit is an optimizer: tw.optim.OneBitAdam, OneBitLamb, ZeroOneAdam; in a
 comparison it takes the place of the workload's Adam.
@@ -31,10 +33,10 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from thinwire.methods.recipes import methods
+    from thinwire.methods import list_methods
 
     titles = ("spec, with defaults", "compressor + feedback, collective", "what it does")
-    rows = [*methods(), *_optimizers()]
+    rows = [*list_methods().values(), *_optimizers()]
     return show(rows, ("usage", "made of", "description"), titles, arguments.json)
 
 

@@ -12,7 +12,7 @@ from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.collectives.reduction import FlatTensors, Reduction
 from thinwire.collectives.transport import Transport
-from thinwire.compressors import Compressor, compressor_of
+from thinwire.compressors import Compressor, LocalCompressor, local_of
 from thinwire.frames.code import Extent
 from thinwire.kernels import Key
 
@@ -45,7 +45,7 @@ def all_gather(
         A handle, already ended unless `async_op`; its future holds `output`.
     """
     options = Options.of(group, max_bytes=max_bytes, timeout=timeout)
-    exchange = AllGather(output, input, residual, compressor_of(compressor), options, key)
+    exchange = AllGather(output, input, residual, local_of(compressor), options, key)
     return exchange.start(async_op)
 
 
@@ -55,7 +55,7 @@ class AllGather(Exchange):
         output: Tensor | Sequence[Tensor],
         input: Tensor,
         residual: Tensor | None,
-        compressor: Compressor,
+        compressor: LocalCompressor,
         options: Options,
         key: Key | None,
     ) -> None:
@@ -152,7 +152,7 @@ def broadcast(
         A handle, already ended unless `async_op`; its future holds `tensor`.
     """
     options = Options.of(group, max_bytes=max_bytes, timeout=timeout)
-    exchange = Broadcast(tensor, src, residual, compressor_of(compressor), options, key)
+    exchange = Broadcast(tensor, src, residual, local_of(compressor), options, key)
     return exchange.start(async_op)
 
 
@@ -162,7 +162,7 @@ class Broadcast(Exchange):
         tensor: Tensor,
         src: int,
         residual: Tensor | None,
-        compressor: Compressor,
+        compressor: LocalCompressor,
         options: Options,
         key: Key | None,
     ) -> None:

@@ -1,6 +1,6 @@
 """Which collective carries a reduction: `auto` decides by the bytes that each would move."""
 
-from thinwire.compressors import Compressor, Joint
+from thinwire.compressors import Compressor, JointCompressor, SparseCompressor
 
 COLLECTIVES = ("auto", "gather", "summable", "twoshot", "sparse", "joint", "hierarchical")
 SMALL = 1 << 16  # bytes that gather may move more: less than what another meeting costs
@@ -14,14 +14,14 @@ def moved(collective: str, message: float, size: int) -> float:
 
 def suits(collective: str, compressor: Compressor) -> str | None:
     """None, or why a compressor cannot be used with a collective."""
-    if isinstance(compressor, Joint) != (collective == "joint"):
+    if isinstance(compressor, JointCompressor) != (collective == "joint"):
         return "'joint' carries what all ranks find together (PowerSGD, ARCTopK), and only that"
     if collective == "summable" and not compressor.summable:
         return (
             "its payloads do not add up (those of NoCompression, Cast to 16 bits and shared "
             "RandomK do)"
         )
-    if collective == "sparse" and not compressor.sparse:
+    if collective == "sparse" and not isinstance(compressor, SparseCompressor):
         return "it does not send single elements (TopK, Threshold, RandomK and chains of them do)"
     return None
 
@@ -34,11 +34,11 @@ def choose(compressor: Compressor, message: float, size: int, mixed: bool = Fals
     ranks on, and not for messages so small that another meeting would cost more than it saves.
     Tensors of mixed types cannot go through sparse.
     """
-    if isinstance(compressor, Joint):
+    if isinstance(compressor, JointCompressor):
         return "joint"
     if compressor.summable:
         return "summable"
-    rival = "sparse" if compressor.sparse and not mixed else "twoshot"
+    rival = "sparse" if isinstance(compressor, SparseCompressor) and not mixed else "twoshot"
     gathered, other = moved("gather", message, size), moved(rival, message, size)
     if other > TWICE * gathered or gathered - other < SMALL:
         return "gather"

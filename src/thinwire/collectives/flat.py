@@ -9,7 +9,7 @@ from thinwire.collectives.reduction import Reduction
 from thinwire.collectives.sparse import SparseRegions
 from thinwire.collectives.summable import BackendSum, UncompressedSum
 from thinwire.collectives.twoshot import TwoShot
-from thinwire.compressors import Joint
+from thinwire.compressors import JointCompressor
 
 _ALGORITHMS: dict[str, type[Algorithm]] = {
     "gather": Gather,
@@ -24,7 +24,7 @@ def collective_for(reduction: Reduction, size: int, share: float = 1.0) -> str:
     """The collective for a share of each tensor among `size` ranks."""
     parts, compressor = reduction.parts, reduction.compressor
     mixed = len({part.x.dtype for part in parts}) > 1
-    message = 0.0 if isinstance(compressor, Joint) else Load.of(parts, compressor).frame
+    message = 0.0 if isinstance(compressor, JointCompressor) else Load.of(parts, compressor).frame
     return choose(compressor, share * message, size, mixed)
 
 

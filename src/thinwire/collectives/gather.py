@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.collectives.algorithm import Algorithm
+from thinwire.collectives.algorithm import PayloadAlgorithm
 from thinwire.collectives.memory import rounds_for
 from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.reduction import Part
@@ -38,7 +38,7 @@ class _Slice:
         return any(payload.non_finite for payload in self.payloads)
 
 
-class Gather(Algorithm):
+class Gather(PayloadAlgorithm):
     def prepare(self) -> None:
         self._rounds = rounds_for(self.reduction, self.size)
         self._first = self._draft(0)

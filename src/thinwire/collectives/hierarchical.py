@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.collectives.algorithm import Algorithm
+from thinwire.collectives.algorithm import PayloadAlgorithm
 from thinwire.collectives.flat import algorithm_for, collective_for
 from thinwire.collectives.link import GivenUpError
 from thinwire.collectives.memory import (
@@ -42,15 +42,16 @@ from thinwire.collectives.nodes import NodeLayout
 from thinwire.collectives.reduction import Part, Reduction
 from thinwire.collectives.transport import SubgroupTransport, Transport
 from thinwire.collectives.twoshot import settle_shards, sum_shards
+from thinwire.compressors import SparseCompressor
 from thinwire.compressors.base import narrow
-from thinwire.compressors.sparsifier import Selection, encode_selection, raw_values
+from thinwire.compressors.sparsifiers import Selection, encode_selection, raw_values
 from thinwire.errors import MismatchError, PeerError
 from thinwire.frames import Payload
 
 FEW = 4  # one in so many elements: below that, single elements are the shorter form
 
 
-class Hierarchical(Algorithm):
+class Hierarchical(PayloadAlgorithm):
     """Args:
     nodes: the members by node.
     """
@@ -194,7 +195,7 @@ class Hierarchical(Algorithm):
 
     def _result(self, part: Part) -> Payload:
         x = part.x
-        if self.compressor.sparse and x.numel():
+        if isinstance(self.compressor, SparseCompressor) and x.numel():
             there = x.nonzero().flatten()
             if FEW * there.numel() <= x.numel():
                 return _single_elements(there, part, self._inner.fingerprint)
@@ -332,7 +333,7 @@ def _phases(reduction: Reduction, nodes: NodeLayout, rank: int, rounds: int) -> 
     received = {"received": others * own * inner.frame}
     # A sparse result has at most the elements that all nodes have sent.
     frame, draft = inner.frame, inner.draft
-    if reduction.compressor.sparse:
+    if isinstance(reduction.compressor, SparseCompressor):
         frame = min(frame, len(nodes.places) * outer.frame)
         draft = min(draft, len(nodes.places) * outer.draft)
     result = {"result": own * (draft + frame), "copies": others * own * frame}

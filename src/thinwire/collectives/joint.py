@@ -19,13 +19,13 @@ from torch import Tensor
 from thinwire.collectives.algorithm import Algorithm
 from thinwire.collectives.reduction import Part
 from thinwire.collectives.transport import Transport
-from thinwire.compressors.joint import Joint, Seen
+from thinwire.compressors.joint import JointCompressor, Seen
 
 
 class JointSearch(Algorithm):
     def prepare(self) -> None:
-        compressor, parts = self.compressor, self.reduction.parts
-        assert isinstance(compressor, Joint)
+        compressor, parts = self.reduction.compressor, self.reduction.parts
+        assert isinstance(compressor, JointCompressor)
         recalled = self.reduction.recalled
         # Nothing is found again if nobody keeps it.
         self._recalled = [{} for _ in parts] if recalled is None else recalled
@@ -67,7 +67,7 @@ class JointSearch(Algorithm):
         except StopIteration as end:
             results: list[Tensor] = end.value
             return results
-        raise AssertionError(f"{self.compressor} asks for more sums than it said")
+        raise AssertionError(f"{self.reduction.compressor} asks for more sums than it said")
 
     def finish(self) -> None:
         if not self.finite:
@@ -90,7 +90,7 @@ class JointSearch(Algorithm):
             part.x.copy_(result.mul_(weight) if weight != 1 else result)
 
 
-def _view(part: Part, compressor: Joint, recall: dict[str, Tensor]) -> Seen | Tensor:
+def _view(part: Part, compressor: JointCompressor, recall: dict[str, Tensor]) -> Seen | Tensor:
     """A copy of x + r: as a matrix, filled up with zeros, or flat."""
     n = part.x.numel()
     shape = compressor.matrix(part.shape)

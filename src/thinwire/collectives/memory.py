@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.collectives.options import VARIABLE
 from thinwire.collectives.reduction import Part, Reduction
-from thinwire.compressors import Compressor, Joint
+from thinwire.compressors import Compressor, JointCompressor, LocalCompressor
 from thinwire.errors import MemoryLimitError
 from thinwire.formatting import show_bytes
 from thinwire.frames import Payload, pack, unpack
@@ -231,7 +231,7 @@ def kind_of(collective: str, reduction: Reduction) -> str:
 def guard(collective: str, reduction: Reduction, size: int) -> None:
     """Refuse an exchange that would take more than the limit."""
     collective = kind_of(collective, reduction)
-    if reduction.max_bytes is not None and isinstance(reduction.compressor, Joint):
+    if reduction.max_bytes is not None and isinstance(reduction.compressor, JointCompressor):
         need = _joint(reduction.parts, reduction.compressor)
         if need.num_bytes > reduction.max_bytes:
             raise refusal(collective, need, reduction.max_bytes, size)
@@ -241,7 +241,7 @@ def guard(collective: str, reduction: Reduction, size: int) -> None:
         )
 
 
-def _joint(parts: Sequence[Part], compressor: Joint) -> Estimate:
+def _joint(parts: Sequence[Part], compressor: JointCompressor) -> Estimate:
     """Copies of all tensors, what travels of them twice, and the results."""
     copies = sum(part.x.numel() * part.real.itemsize for part in parts)
     sent = sum(compressor.sent(part.shape) * part.real.itemsize for part in parts)
@@ -297,6 +297,7 @@ def weigh(compressor: Compressor, dtype: torch.dtype, residual: bool) -> Weight:
     """Bytes per element, measured on a sample."""
     if not dtype.is_floating_point:
         return Weight(dtype.itemsize, 0, dtype.itemsize, 0, 0)
+    assert isinstance(compressor, LocalCompressor)
     sample = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)).to(dtype)
     zeros = torch.zeros(SAMPLE, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     payload = compressor.draft(sample, residual=zeros if residual else None, key=Key())

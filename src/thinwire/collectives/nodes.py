@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.compressors import Compressor, Joint, compressor_of
+from thinwire.compressors import Compressor, LocalCompressor, SparseCompressor, compressor_of
 
 VARIABLE = "LOCAL_WORLD_SIZE"
 FEEDBACKS = ("ef14", "none")
@@ -38,7 +38,7 @@ class Nodes:
     """
 
     ranks: int | Ranks | None
-    inner: Compressor
+    inner: LocalCompressor
     feedback: str
 
     def __init__(
@@ -84,7 +84,7 @@ class NodeLayout(NamedTuple):
 
     places: Ranks
     ranks: Ranks
-    inner: Compressor
+    inner: LocalCompressor
     remembers: bool
 
     @property
@@ -144,19 +144,18 @@ def _ranks_given(ranks: Any) -> int | Ranks | None:
         ) from None
 
 
-def _inner_given(inner: Compressor | str) -> Compressor:
+def _inner_given(inner: Compressor | str) -> LocalCompressor:
     """A compressor for inside nodes, if it suits."""
     compressor = compressor_of(inner)
-    why = None
-    if isinstance(compressor, Joint):
+    if not isinstance(compressor, LocalCompressor):
         why = "it has no payload that could be sent to the owner of a shard"
-    elif compressor.sparse:
+    elif isinstance(compressor, SparseCompressor):
         why = "it would leave elements out of every result (inside a node all are sent, light)"
     elif compressor.random:
         why = "all nodes must round a result alike, so no random numbers may be drawn"
-    if why is not None:
-        raise ValueError(f"inner: {compressor} does not suit, {why}: 'none' and 'cast:bf16' do")
-    return compressor
+    else:
+        return compressor
+    raise ValueError(f"inner: {compressor} does not suit, {why}: 'none' and 'cast:bf16' do")
 
 
 def _ranks_per_node(ranks: int | None) -> int:

@@ -18,7 +18,7 @@ from thinwire.collectives.options import Group, Options, ReduceOp, Timeout
 from thinwire.collectives.reduction import FlatTensors, Part, Reduction
 from thinwire.collectives.transport import Transport
 from thinwire.collectives.twoshot import Shards, ShardSwap
-from thinwire.compressors import Compressor, compressor_of
+from thinwire.compressors import Compressor, LocalCompressor, local_of
 from thinwire.kernels import Key
 
 
@@ -54,7 +54,7 @@ def reduce_scatter(
         A handle, already ended unless `async_op`; its future holds `output`.
     """
     options = Options.of(group, max_bytes=max_bytes, timeout=timeout)
-    exchange = ReduceScatter(output, input, residual, compressor_of(compressor), options, op, key)
+    exchange = ReduceScatter(output, input, residual, local_of(compressor), options, op, key)
     return exchange.start(async_op)
 
 
@@ -64,7 +64,7 @@ class ReduceScatter(Exchange):
         output: Tensor,
         input: Tensor | Sequence[Tensor],
         residual: Tensor | Sequence[Tensor | None] | None,
-        compressor: Compressor,
+        compressor: LocalCompressor,
         options: Options,
         op: ReduceOp,
         key: Key | None,

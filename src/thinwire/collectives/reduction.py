@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, LocalCompressor
 from thinwire.frames import Payload
 from thinwire.frames.code import Extent
 from thinwire.frames.payload import flat_view
@@ -50,10 +50,12 @@ class Part(NamedTuple):
             return True
         return bool(kernels.on(self.x.device).all_finite(self.x.to(self.real), self.r))
 
-    def draft(self, compressor: Compressor) -> Payload:
+    def draft(self, compressor: LocalCompressor) -> Payload:
+        assert isinstance(compressor, LocalCompressor)
         return compressor.draft(self.x, residual=self.r, key=self.key)
 
-    def settle(self, compressor: Compressor, payload: Payload) -> None:
+    def settle(self, compressor: LocalCompressor, payload: Payload) -> None:
+        assert isinstance(compressor, LocalCompressor)
         if self.r is not None:
             compressor.settle(payload, self.x, self.r)
 

@@ -15,7 +15,7 @@ from thinwire.collectives.message import bundle
 from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.collectives.reduction import FlatTensors
 from thinwire.collectives.transport import Transport
-from thinwire.compressors import Compressor, compressor_of
+from thinwire.compressors import Compressor, LocalCompressor, local_of
 from thinwire.errors import FrameError
 from thinwire.frames import unpack
 from thinwire.kernels import Key
@@ -75,7 +75,7 @@ def isend(
 ) -> Handle:
     """`send` in the background: the tensor and residual belong to it until the handle has ended."""
     options = Options.of(group, timeout=timeout)
-    return Send(tensor, dst, tag, residual, compressor_of(compressor), options, key).start(True)
+    return Send(tensor, dst, tag, residual, local_of(compressor), options, key).start(True)
 
 
 def recv(
@@ -118,7 +118,7 @@ class Send(Exchange):
         dst: int,
         tag: int,
         residual: Tensor | None,
-        compressor: Compressor,
+        compressor: LocalCompressor,
         options: Options,
         key: Key | None,
     ) -> None:

@@ -24,6 +24,7 @@ from thinwire.collectives.memory import check_real
 from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.reduction import Part, Reduction
 from thinwire.collectives.transport import Transport
+from thinwire.compressors import SparseCompressor
 from thinwire.compressors.base import add_narrower
 from thinwire.frames import Payload
 from thinwire.frames.code import Extent
@@ -36,8 +37,13 @@ Chosen = tuple[Tensor, Tensor]  # ascending positions, their values
 class SparseRegions(Algorithm):
     """The tensors as one, divided into a region for each member."""
 
+    def __init__(self, reduction: Reduction, rank: int, size: int) -> None:
+        super().__init__(reduction, rank, size)
+        assert isinstance(reduction.compressor, SparseCompressor)
+        self.compressor = reduction.compressor
+
     def prepare(self) -> None:
-        self._part, self._chosen = _joined(self.reduction)
+        self._part, self._chosen = _joined(self.reduction.parts, self.compressor)
         self._numel = self._part.x.numel()
 
     def exchange(self, transport: Transport) -> None:
@@ -166,28 +172,25 @@ def _quantiles(chosen: Chosen, numel: int, size: int) -> list[int]:
     return [*positions[at].tolist(), numel]
 
 
-def _joined(reduction: Reduction) -> tuple[Part, Chosen | None]:
+def _joined(parts: list[Part], compressor: SparseCompressor) -> tuple[Part, Chosen | None]:
     """All tensors as one, and what was chosen in each; copies only if there are several."""
-    picks = [reduction.compressor.pick(p.x, residual=p.r, key=p.key) for p in reduction.parts]
+    picks = [compressor.pick(p.x, residual=p.r, key=p.key) for p in parts]
     if len(picks) == 1:
-        return reduction.parts[0], picks[0]
+        return parts[0], picks[0]
     offset, positions, values = 0, [], []
-    for part, pick in zip(reduction.parts, picks, strict=True):
+    for part, pick in zip(parts, picks, strict=True):
         if pick is not None:
             positions.append(pick[0].long() + offset)
             values.append(pick[1])
         offset += part.x.numel()
     chosen = (torch.cat(positions), torch.cat(values)) if len(positions) == len(picks) else None
-    x = torch.cat([part.x for part in reduction.parts])
+    x = torch.cat([part.x for part in parts])
     r = None
-    if any(part.r is not None for part in reduction.parts):
+    if any(part.r is not None for part in parts):
         r = torch.cat(
-            [
-                p.x.new_zeros(p.x.numel(), dtype=p.real) if p.r is None else p.r
-                for p in reduction.parts
-            ]
+            [p.x.new_zeros(p.x.numel(), dtype=p.real) if p.r is None else p.r for p in parts]
         )
-    return Part(x, r, reduction.parts[0].key), chosen
+    return Part(x, r, parts[0].key), chosen
 
 
 def _divided(reduction: Reduction, part: Part) -> None:

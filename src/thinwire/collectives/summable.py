@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.algorithm import Algorithm
+from thinwire.collectives.algorithm import Algorithm, PayloadAlgorithm
 from thinwire.collectives.transport import Transport
 from thinwire.frames import Payload
 from thinwire.frames.code import Start
 
 
-class BackendSum(Algorithm):
+class BackendSum(PayloadAlgorithm):
     def prepare(self) -> None:
         self._payloads = [part.draft(self.compressor) for part in self.reduction.parts]
         self.finite = not any(payload.non_finite for payload in self._payloads)

@@ -17,19 +17,19 @@ payloads leave each rank.
 import torch
 from torch import Tensor
 
-from thinwire.collectives.algorithm import Algorithm
+from thinwire.collectives.algorithm import PayloadAlgorithm
 from thinwire.collectives.memory import check_real
 from thinwire.collectives.message import bundle, unbundle
 from thinwire.collectives.reduction import Part, Reduction
 from thinwire.collectives.transport import Transport
-from thinwire.compressors import Compressor
+from thinwire.compressors import LocalCompressor
 from thinwire.frames import Payload
 from thinwire.frames.payload import add_all
 
 Shards = list[list[Part]]  # for each owner, its stretch of each tensor
 
 
-class TwoShot(Algorithm):
+class TwoShot(PayloadAlgorithm):
     def prepare(self) -> None:
         parts, size = self.reduction.parts, self.size
         self._shards = [[part.shard(j, size) for part in parts] for j in range(size)]
@@ -91,11 +91,13 @@ class ShardSwap:
     def __init__(self, reduction: Reduction, shards: Shards, rank: int, collective: str) -> None:
         self._reduction, self._shards, self._rank = reduction, shards, rank
         self._collective = collective
+        assert isinstance(reduction.compressor, LocalCompressor)
+        self._compressor = reduction.compressor
         self.finite = True
 
     def prepare(self) -> None:
         """Draft a payload for every other rank's shard."""
-        compressor = self._reduction.compressor
+        compressor = self._compressor
         self._sent = [
             [] if j == self._rank else [part.draft(compressor) for part in parts]
             for j, parts in enumerate(self._shards)
@@ -118,14 +120,16 @@ class ShardSwap:
         """The sums of the own shard over all ranks, in the type that sums are formed in."""
         own, self_received = self._shards[self._rank], self._received
         self._received = []
-        return sum_shards(own, self_received, self._reduction.compressor)
+        return sum_shards(own, self_received, self._compressor)
 
     def settle(self) -> None:
         """Bring the residuals of other ranks' shards up to date."""
-        settle_shards(self._shards, self._sent, self._reduction.compressor)
+        settle_shards(self._shards, self._sent, self._compressor)
 
 
-def sum_shards(own: list[Part], received: list[Tensor], compressor: Compressor) -> list[Tensor]:
+def sum_shards(
+    own: list[Part], received: list[Tensor], compressor: LocalCompressor
+) -> list[Tensor]:
     """x + r of the own shard plus what came from the others, in rank order."""
     extents = [part.extent for part in own]
     opened = [unbundle(message, extents, compressor.fingerprint) for message in received]
@@ -139,7 +143,7 @@ def sum_shards(own: list[Part], received: list[Tensor], compressor: Compressor) 
     return sums
 
 
-def settle_shards(shards: Shards, sent: list[list[Payload]], compressor: Compressor) -> None:
+def settle_shards(shards: Shards, sent: list[list[Payload]], compressor: LocalCompressor) -> None:
     """Residual <- (x + r) - payload, for the shards of which a payload was sent."""
     for parts, payloads in zip(shards, sent, strict=True):
         if payloads:

@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from thinwire.compare.method import OPTIMIZERS, Method
-from thinwire.compressors import Joint
+from thinwire.compressors import LocalCompressor
 from thinwire.frames import decode, pack
 from thinwire.kernels import Key
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.parallel import attach
 from thinwire.parallel.wire import Wire
-from thinwire.policies.registry import policy_of
+from thinwire.policies import policy_of
 
 _POWERSGD_START = 2  # the step from which it compresses, the least that it takes (default 1000)
 _HOOKS = {
@@ -90,7 +90,7 @@ def warm_up(method: Method) -> None:
     if method.kind not in ("thinwire", "optimizer"):
         return
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
-    used = [c for c in policy_of(method.compressor).compressors if not isinstance(c, Joint)]
+    used = [c for c in policy_of(method.compressor).compressors if isinstance(c, LocalCompressor)]
     for compressor, residual in product(used, (None, torch.zeros(5000))):
         try:
             payload = compressor.encode(x, residual=residual, key=Key(0))

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from thinwire.compare.settings import SettingError
 
-_PLUS = re.compile(r"\+(?=\s*[a-z])", re.IGNORECASE)  # not that of 1e+3
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
 _ARGUMENT = re.compile(rf"({_NUMBER}|\(.*\))(\+.*)?|true|false|none|[^:|+(]*=.*", re.IGNORECASE)
 _TITLES = {
@@ -89,20 +88,22 @@ def read(text: str) -> Method:
         return Method(name, OPTIMIZERS[name][1], "optimizer", str(ONE_BIT))
     if name.startswith("torch:"):
         return _powersgd(name)
-    from thinwire.methods.recipes import recipe_of
+    from thinwire.methods import method_of
 
     try:
-        recipe = recipe_of(name)
+        method = method_of(name)
     except ValueError as error:
         raise SettingError(f"{text!r}: {error}") from None
-    if recipe is not None:
+    if method is not None:
+        recipe = method.recipe()
         made, remembered = str(recipe.compressor), str(recipe.feedback)
         return Method(recipe.name, recipe.name, "thinwire", made, remembered, named=True)
     from thinwire.feedback import feedback_for
-    from thinwire.policies.registry import is_policy, policy_of
+    from thinwire.policies.base import POLICIES, policy_of
 
     # Patterns of names may have capitals.
-    compressor, *feedback = _PLUS.split(text.strip() if is_policy(name) else name)
+    parts = _at_plus(text.strip() if POLICIES.knows(name) else name)
+    compressor, *feedback = parts
     if len(feedback) > 1:
         raise SettingError(f"{text!r}: a method is COMPRESSOR or COMPRESSOR+FEEDBACK")
 
@@ -114,6 +115,23 @@ def read(text: str) -> Method:
         raise SettingError(f"{text!r} is no method ({known}): {error}") from None
     name = str(chosen) if remembering.name == "none" else f"{chosen}+{remembering}"
     return Method(name, name, "thinwire", str(chosen), str(remembering))
+
+
+def _at_plus(text: str) -> list[str]:
+    """Split at each plus outside parentheses and quotes, but not at that of 1e+3."""
+    from thinwire.spec import split as split_at
+
+    try:
+        first, *others = split_at(text, "+")
+    except ValueError as error:
+        raise SettingError(f"{text!r}: {error}") from None
+    parts = [first]
+    for other in others:
+        if other[:1].isalpha():
+            parts.append(other)
+        else:
+            parts[-1] += f"+{other}"
+    return parts
 
 
 def _powersgd(name: str) -> Method:

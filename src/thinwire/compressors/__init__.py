@@ -1,25 +1,23 @@
-"""Compressors: one algorithm a file, all with the same contract (`base`)."""
+"""Compressors: how a tensor becomes smaller, as immutable descriptions with one contract."""
 
 from thinwire.compressors.arctopk import ARCTopK
-from thinwire.compressors.base import Compressor
-from thinwire.compressors.bernoulli import Bernoulli
+from thinwire.compressors.base import Compressor, LocalCompressor
 from thinwire.compressors.cast import Cast
 from thinwire.compressors.chain import Chain
-from thinwire.compressors.joint import Joint
-from thinwire.compressors.lossless import Lossless
-from thinwire.compressors.natural import Natural
-from thinwire.compressors.none import NoCompression
-from thinwire.compressors.onebit import OneBit
+from thinwire.compressors.joint import JointCompressor
+from thinwire.compressors.lossless import Lossless, NoCompression
 from thinwire.compressors.powersgd import PowerSGD
-from thinwire.compressors.qsgd import QSGD
-from thinwire.compressors.quantize import Quantize
-from thinwire.compressors.randomk import RandomK
-from thinwire.compressors.registry import compressor_of, list_compressors, parse
-from thinwire.compressors.scaledsign import ScaledSign
-from thinwire.compressors.terngrad import TernGrad
-from thinwire.compressors.threshold import Threshold
+from thinwire.compressors.quantizers import QSGD, Natural, Quantize, TernGrad
+from thinwire.compressors.registry import compressor_of, list_compressors, local_of, parse
+from thinwire.compressors.signs import OneBit, ScaledSign
+from thinwire.compressors.sparsifiers import (
+    Bernoulli,
+    RandomK,
+    SparseCompressor,
+    Threshold,
+    TopK,
+)
 from thinwire.compressors.tiered import Tiered
-from thinwire.compressors.topk import TopK
 
 __all__ = [
     "QSGD",
@@ -28,7 +26,8 @@ __all__ = [
     "Cast",
     "Chain",
     "Compressor",
-    "Joint",
+    "JointCompressor",
+    "LocalCompressor",
     "Lossless",
     "Natural",
     "NoCompression",
@@ -37,11 +36,13 @@ __all__ = [
     "Quantize",
     "RandomK",
     "ScaledSign",
+    "SparseCompressor",
     "TernGrad",
     "Threshold",
     "Tiered",
     "TopK",
     "compressor_of",
     "list_compressors",
+    "local_of",
     "parse",
 ]

@@ -6,15 +6,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compressors import check
-from thinwire.compressors.joint import Joint, Search, Seen, normal
-from thinwire.compressors.sparsifier import kept
+from thinwire import check
+from thinwire.compressors.joint import JointCompressor, Search, Seen, normal
+from thinwire.compressors.sparsifiers import kept
 
 FLAT_ROW = 64  # elements of a row where a tensor has none of its own
 
 
 @dataclass(frozen=True)
-class ARCTopK(Joint):
+class ARCTopK(JointCompressor):
     """The rows that are largest in the mean over ranks, chosen by a random sketch of them.
 
     A tensor is a matrix G of rows. All ranks draw the same V with `width` columns of independent
@@ -31,7 +31,7 @@ class ARCTopK(Joint):
             the sketch approximates, for studies.
         row: elements of a row; by default the last dimension of a matrix, about two times the
             square of the last dimension for tensors with more, and 64 for tensors with one.
-        least: tensors with fewer elements travel as they are, in the first all-reduce.
+        least: tensors with fewer elements go uncompressed, in the first all-reduce.
 
     Example:
         >>> import thinwire as tw
@@ -53,16 +53,11 @@ class ARCTopK(Joint):
     def __post_init__(self) -> None:
         check.fraction("ARCTopK", "ratio", self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
-        for field, low in (("width", 1), ("row", 1), ("least", 0)):
-            value = getattr(self, field)
-            if value is None and field == "row":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(
-                    f"ARCTopK: {field} must be a whole number from {low}, got {value!r}"
-                )
-        if not isinstance(self.exact, bool):
-            raise ValueError(f"ARCTopK: exact must be true or false, got {self.exact!r}")
+        check.whole("ARCTopK", "width", self.width, 1)
+        if self.row is not None:
+            check.whole("ARCTopK", "row", self.row, 1)
+        check.whole("ARCTopK", "least", self.least, 0)
+        check.flag("ARCTopK", "exact", self.exact)
 
     def matrix(self, shape: torch.Size) -> tuple[int, int] | None:
         count = prod(shape)

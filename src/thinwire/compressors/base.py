@@ -1,7 +1,13 @@
 """The contract of every compressor.
 
-A compressor is an immutable description; it keeps no state and talks to nobody. Encoding happens in
-two halves so that a failure in between can lose nothing:
+A compressor is an immutable description; it keeps no state and talks to nobody. There are two
+branches:
+
+- `LocalCompressor`: one rank makes a payload of a tensor by itself. Those that send some elements
+  and the rest not at all are a `SparseCompressor` too (see `sparsifiers`).
+- `JointCompressor` (see `joint`): all ranks together find out what to send, there is no payload.
+
+Local encoding happens in two halves so that a failure in between can lose nothing:
 
 1. `draft` reads the tensor and the residual and makes the payload of C(x + r); it writes neither.
 2. `settle` brings the residual up to date: r <- (x + r) - decode(payload).
@@ -21,7 +27,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireWarning
-from thinwire.frames.code import Code, Extent, Start
+from thinwire.frames.code import Code, Start
 from thinwire.frames.codes import NonFinite, Raw
 from thinwire.frames.codes.raw import PIECE
 from thinwire.frames.header import DTYPES
@@ -56,19 +62,25 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """Base of all compressors; see the module for the contract.
+    """Whatever can be given as a compressor; see the module for the two branches.
 
-    Subclasses are frozen dataclasses that check their fields in `__post_init__`, carry their name
-    in spec strings as `name`, and implement `encode_flat`.
+    Subclasses are frozen dataclasses that check their fields in `__post_init__` and carry their
+    name in spec strings as `name`.
     """
 
     name: ClassVar[str]
-    lossless: ClassVar[bool] = False  # every element type, every bit
-    joint: ClassVar[bool] = False  # has no payload: all ranks find it together, see `joint`
 
     @property
-    def summable(self) -> bool:
-        """Whether payloads of different ranks may be added section by section by the backend."""
+    def lossless(self) -> bool:
+        """Whether it keeps every bit of every element type."""
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether it is right on average, possibly with an error larger than the tensor.
+
+        Such compressors are meant to be used without a residual, which could grow without bound.
+        """
         return False
 
     @property
@@ -82,16 +94,8 @@ class Compressor(ABC):
         return False
 
     @property
-    def unbiased(self) -> bool:
-        """Whether it is right on average, possibly with an error larger than the tensor.
-
-        Such compressors are meant to be used without a residual, which could grow without bound.
-        """
-        return False
-
-    @property
-    def sparse(self) -> bool:
-        """Whether it sends some elements and the rest not at all (see `pick`)."""
+    def summable(self) -> bool:
+        """Whether payloads of different ranks may be added section by section by the backend."""
         return False
 
     @cached_property
@@ -99,31 +103,45 @@ class Compressor(ABC):
         """32 bits that differ for different settings; ranks compare them."""
         return zlib.crc32(str(self).encode())
 
-    @abstractmethod
-    def encode_flat(self, request: Request) -> Encoded | None:
-        """Encode x + r; None if it is not finite throughout. Never called with no elements."""
-
-    def encode_bits(self, flat: Tensor) -> Encoded:
-        """Encode any bits of any type; what is `lossless` overrides this, nothing else is asked."""
-        raise AssertionError(f"{type(self).__name__} says it is lossless but cannot encode bits")
-
-    def choose(self, request: Request) -> tuple[Tensor, Tensor] | None:
-        """What is `sparse` answers `pick` with this."""
-        raise AssertionError(f"{type(self).__name__} is not sparse")
-
-    def encode_chosen(
-        self, positions: Tensor, values: Tensor, extent: Extent, key: Key
-    ) -> Encoded | None:
-        """What is `sparse` answers `enclose` with this."""
-        raise AssertionError(f"{type(self).__name__} is not sparse")
-
     def __str__(self) -> str:
         return spec_of(self)
 
-    def __or__(self, other: "Compressor") -> "Compressor":
+    def __or__(self, other: "Compressor") -> "LocalCompressor":
         from thinwire.compressors.chain import Chain
 
         return Chain.of(self, other)
+
+    def check_input(self, x: Tensor, residual: Tensor | None) -> None:
+        """Raise TypeError or ValueError for a tensor and residual that `encode` cannot take."""
+        who = type(self).__name__
+        takes = DTYPES if self.lossless and residual is None else FLOATS
+        if x.dtype not in takes:
+            hint = "; a residual needs one too" if self.lossless and x.dtype in DTYPES else ""
+            raise TypeError(
+                f"{who} takes float32, float64, float16 and bfloat16 tensors, got {x.dtype}"
+                f"{hint} (NoCompression and Lossless take integers)"
+            )
+        if residual is None:
+            return
+        wanted = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if residual.dtype != wanted:
+            raise TypeError(
+                f"{who}: the residual of a {x.dtype} tensor must be {wanted}, got {residual.dtype}"
+            )
+        if residual.shape != x.shape or residual.device != x.device:
+            raise ValueError(
+                f"{who}: the residual must match the tensor: {tuple(residual.shape)} on "
+                f"{residual.device} against {tuple(x.shape)} on {x.device}"
+            )
+
+
+@dataclass(frozen=True)
+class LocalCompressor(Compressor):
+    """Makes a payload of a tensor without other ranks; subclasses implement `encode_flat`."""
+
+    @abstractmethod
+    def encode_flat(self, request: Request) -> Encoded | None:
+        """Encode x + r; None if it is not finite throughout. Never called with no elements."""
 
     def encode(
         self, x: Tensor, *, residual: Tensor | None = None, key: Key | None = None
@@ -161,50 +179,15 @@ class Compressor(ABC):
             )
         flat = flattened(x)
         r = None if residual is None else flattened(residual)
-        if self.lossless and r is None:
-            encoded: Encoded | None = self.encode_bits(flat)
-            finite = not flat.is_floating_point() or bool(torch.isfinite(flat).all())
-        else:
-            request = Request(
-                _widen(flat), r, x.dtype, DEFAULT_KEY if key is None else key.checked()
-            )
-            encoded = self.encode_flat(request) if x.numel() else _nothing(flat)
-            finite = encoded is not None
+        encoded, finite = self._encoded(flat, r, checked_key(key))
         return self._payload(encoded, x.dtype, x.shape, x.device, not finite)
 
-    def pick(
-        self, x: Tensor, *, residual: Tensor | None = None, key: Key | None = None
-    ) -> tuple[Tensor, Tensor] | None:
-        """The first half of a `sparse` compressor: what of x + residual it would send.
-
-        Returns:
-            Ascending positions in the flat tensor and their values (float32, or float64 for a
-            float64 x); None if x is not finite throughout.
-        """
-        self.check_input(x, residual)
-        flat = flattened(x)
-        r = None if residual is None else flattened(residual)
-        key = DEFAULT_KEY if key is None else key.checked()
-        if not x.numel():
-            return torch.empty(0, dtype=torch.int64, device=x.device), _widen(flat)
-        return self.choose(Request(_widen(flat), r, x.dtype, key))
-
-    def enclose(
-        self, positions: Tensor, values: Tensor, extent: Extent, key: Key | None = None
-    ) -> Payload:
-        """The second half: a flat payload of these values at these positions, and no others."""
-        key = DEFAULT_KEY if key is None else key.checked()
-        if extent.numel:
-            encoded = self.encode_chosen(positions, values, extent, key)
-        else:
-            encoded = _nothing(values.to(extent.dtype))
-        shape = torch.Size([extent.numel])
-        return self._payload(encoded, extent.dtype, shape, values.device, encoded is None)
-
-    def flagged(self, extent: Extent, device: torch.device) -> Payload:
-        """The flat payload that only says: not finite."""
-        shape = torch.Size([extent.numel])
-        return self._payload(None, extent.dtype, shape, device, True)
+    def _encoded(self, flat: Tensor, r: Tensor | None, key: Key) -> tuple[Encoded | None, bool]:
+        """What a flat tensor becomes, and whether it is finite throughout."""
+        if not flat.numel():
+            return nothing(flat), True
+        encoded = self.encode_flat(Request(widened(flat), r, flat.dtype, key))
+        return encoded, encoded is not None
 
     def settle(self, payload: Payload, x: Tensor, residual: Tensor) -> None:
         """residual <- (x + residual) - decoded payload, unless the payload is non-finite."""
@@ -262,28 +245,14 @@ class Compressor(ABC):
                 "tw.decode(frame) reads any frame."
             )
 
-    def check_input(self, x: Tensor, residual: Tensor | None) -> None:
-        """Raise TypeError or ValueError for a tensor and residual that `encode` cannot take."""
-        who = type(self).__name__
-        takes = DTYPES if self.lossless and residual is None else FLOATS
-        if x.dtype not in takes:
-            hint = "; a residual needs one too" if self.lossless and x.dtype in DTYPES else ""
-            raise TypeError(
-                f"{who} takes float32, float64, float16 and bfloat16 tensors, got {x.dtype}"
-                f"{hint} (NoCompression and Lossless take integers)"
-            )
-        if residual is None:
-            return
-        wanted = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if residual.dtype != wanted:
-            raise TypeError(
-                f"{who}: the residual of a {x.dtype} tensor must be {wanted}, got {residual.dtype}"
-            )
-        if residual.shape != x.shape or residual.device != x.device:
-            raise ValueError(
-                f"{who}: the residual must match the tensor: {tuple(residual.shape)} on "
-                f"{residual.device} against {tuple(x.shape)} on {x.device}"
-            )
+
+def not_local(given: object) -> str:
+    """Why something cannot be used as a `LocalCompressor`."""
+    if isinstance(given, Compressor):
+        return f"{type(given).__name__} is found by all ranks together"
+    if isinstance(given, type):
+        return f"{given.__name__} is a class, give an object such as {given.__name__}(...)"
+    return f"{given!r} is no compressor"
 
 
 def _check_out(payload: Payload, out: Tensor) -> None:
@@ -296,12 +265,18 @@ def _check_out(payload: Payload, out: Tensor) -> None:
         raise TypeError(f"a payload of {payload.dtype} cannot go into {out.dtype}")
 
 
-def _widen(flat: Tensor) -> Tensor:
+def checked_key(key: Key | None) -> Key:
+    """A key that can be drawn with."""
+    return DEFAULT_KEY if key is None else key.checked()
+
+
+def widened(flat: Tensor) -> Tensor:
     """float32 for half types: kernels know float32 and float64."""
     return flat if flat.dtype == torch.float64 else flat.float()
 
 
-def _nothing(flat: Tensor) -> Encoded:
+def nothing(flat: Tensor) -> Encoded:
+    """The code of a tensor without elements."""
     return Encoded(Raw(), (flat.clone(),))
 
 

@@ -4,9 +4,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire import kernels
-from thinwire.compressors import check
-from thinwire.compressors.base import Compressor, Encoded, Request
+from thinwire import check, kernels
+from thinwire.compressors.base import Encoded, LocalCompressor, Request
 from thinwire.frames.code import Extent
 from thinwire.frames.codes import Narrow, Scaled8
 from thinwire.frames.codes.raw import PIECE
@@ -19,7 +18,7 @@ _TINY = {torch.float32: 2.0**-118, torch.float64: 2.0**-800}
 
 
 @dataclass(frozen=True)
-class Cast(Compressor):
+class Cast(LocalCompressor):
     """A shorter floating-point type.
 
     fp16 and bf16: rounded to nearest; what is too large becomes the largest finite number, and a

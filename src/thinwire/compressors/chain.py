@@ -1,14 +1,20 @@
 """Chains: what one stage sends as values goes through the next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.compressors.base import Compressor, Encoded, Request
+from thinwire.compressors.base import Compressor, Encoded, LocalCompressor, Request, not_local
 from thinwire.compressors.lossless import Lossless
-from thinwire.compressors.sparsifier import Selection, Sparsifier, encode_selection, raw_values
+from thinwire.compressors.sparsifiers import (
+    Selection,
+    SparseCompressor,
+    Sparsifier,
+    encode_selection,
+    raw_values,
+)
 from thinwire.compressors.tiered import Tiered
 from thinwire.frames.code import Extent
 from thinwire.kernels import Key
@@ -17,7 +23,7 @@ MOST_STAGES = 4
 
 
 @dataclass(frozen=True, repr=False)
-class Chain(Compressor):
+class Chain(LocalCompressor):
     """Several compressors one after the other, written with ``|``.
 
     A sparsifier's values go through the next stage; its positions travel beside them. `Lossless` as
@@ -32,8 +38,13 @@ class Chain(Compressor):
         TopK(ratio=0.01) | OneBit(block=1024)
     """
 
-    stages: tuple[Compressor, ...]
+    stages: tuple[LocalCompressor, ...]
     name: ClassVar[str] = "chain"
+
+    def __new__(cls, stages: Sequence[LocalCompressor] = ()) -> "Chain":
+        """What begins with a sparsifier is sparse, so it is a `SparseChain`."""
+        sparse = cls is Chain and stages and isinstance(stages[0], Sparsifier)
+        return super().__new__(SparseChain if sparse else cls)
 
     def __post_init__(self) -> None:
         if not 2 <= len(self.stages) <= MOST_STAGES:
@@ -53,12 +64,11 @@ class Chain(Compressor):
     @classmethod
     def of(cls, *parts: Compressor) -> "Chain":
         """A chain of compressors and chains."""
-        stages: list[Compressor] = []
+        stages: list[LocalCompressor] = []
         for part in parts:
+            if not isinstance(part, LocalCompressor):
+                raise TypeError(f"{not_local(part)}, so it cannot be chained")
             stages += part.stages if isinstance(part, Chain) else [part]
-        for stage in stages:
-            if stage.joint:
-                raise TypeError(f"{stage} is found by all ranks together, so it cannot be chained")
         return cls(tuple(stages))
 
     def __repr__(self) -> str:
@@ -83,27 +93,12 @@ class Chain(Compressor):
     def common_key(self) -> bool:
         return any(stage.common_key for stage in self.stages)
 
-    @property
-    def sparse(self) -> bool:
-        return self.stages[0].sparse
-
     def encode_flat(self, request: Request) -> Encoded | None:
         encoded = _through(self._lossy)(request)
         return self._squeezed(encoded, Extent(request.dtype, request.numel))
 
-    def choose(self, request: Request) -> tuple[Tensor, Tensor] | None:
-        return self.stages[0].choose(request)
-
-    def encode_chosen(
-        self, positions: Tensor, values: Tensor, extent: Extent, key: Key
-    ) -> Encoded | None:
-        rest = self._lossy[1:]
-        through = _through(rest) if rest else raw_values
-        encoded = encode_selection(Selection(positions, values), extent, key, through)
-        return self._squeezed(encoded, extent)
-
     @property
-    def _lossy(self) -> list[Compressor]:
+    def _lossy(self) -> list[LocalCompressor]:
         return [stage for stage in self.stages if not isinstance(stage, Lossless)]
 
     def _squeezed(self, encoded: Encoded | None, extent: Extent) -> Encoded | None:
@@ -115,7 +110,30 @@ class Chain(Compressor):
         )
 
 
-def _through(stages: list[Compressor]) -> Callable[[Request], Encoded | None]:
+@dataclass(frozen=True, repr=False)
+class SparseChain(Chain, SparseCompressor):
+    """A chain that begins with a sparsifier."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.stages[0], Sparsifier):
+            raise ValueError(f"SparseChain: {self.stages[0]!r} does not send single elements")
+
+    def choose(self, request: Request) -> tuple[Tensor, Tensor] | None:
+        first = self.stages[0]
+        assert isinstance(first, Sparsifier)
+        return first.choose(request)
+
+    def encode_chosen(
+        self, positions: Tensor, values: Tensor, extent: Extent, key: Key
+    ) -> Encoded | None:
+        rest = self._lossy[1:]
+        through = _through(rest) if rest else raw_values
+        encoded = encode_selection(Selection(positions, values), extent, key, through)
+        return self._squeezed(encoded, extent)
+
+
+def _through(stages: list[LocalCompressor]) -> Callable[[Request], Encoded | None]:
     """The encoding of the first stage with its values going through the others."""
     first, *rest = stages
     if not rest:

@@ -8,8 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors.base import Compressor, Encoded, Request
-from thinwire.frames import Payload
+from thinwire.compressors.base import Compressor
 from thinwire.kernels import Key
 
 
@@ -31,7 +30,7 @@ Search = Generator[list[Tensor], list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Joint(Compressor):
+class JointCompressor(Compressor):
     """Base of the compressors that talk while they compress.
 
     They have no payload: their own collective carries them, through `thinwire.all_reduce`, a
@@ -39,7 +38,6 @@ class Joint(Compressor):
     it travels.
     """
 
-    joint: ClassVar[bool] = True
     feedback: ClassVar[str] = "ef14"  # what the paper uses it with
 
     @property
@@ -52,7 +50,7 @@ class Joint(Compressor):
 
     @abstractmethod
     def matrix(self, shape: torch.Size) -> tuple[int, int] | None:
-        """Rows and columns that a tensor of this shape is seen as; None if it travels as it is."""
+        """Rows and columns that a tensor of this shape is seen as; None if it goes uncompressed."""
 
     @property
     @abstractmethod
@@ -71,25 +69,6 @@ class Joint(Compressor):
     @abstractmethod
     def sent(self, shape: torch.Size) -> int:
         """How many values of a tensor of this shape go into the sums."""
-
-    def draft(
-        self, x: Tensor, *, residual: Tensor | None = None, key: Key | None = None
-    ) -> Payload:
-        raise TypeError(f"{self._who}, so it has no payload: use {self._where}")
-
-    def encode_flat(self, request: Request) -> Encoded | None:
-        raise AssertionError(f"{self._who}, so it has no payload")
-
-    def __or__(self, other: Compressor) -> Compressor:
-        raise TypeError(f"{self._who}, so it cannot be chained")
-
-    @property
-    def _who(self) -> str:
-        return f"{type(self).__name__} is found by all ranks together"
-
-    @property
-    def _where(self) -> str:
-        return "tw.all_reduce, tw.Reducer or tw.attach"
 
 
 def normal(rows: int, columns: int, key: Key, dtype: torch.dtype) -> Tensor:

@@ -1,18 +1,72 @@
+"""What keeps every bit of every element type."""
+
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from thinwire.compressors import check
-from thinwire.compressors.base import Compressor, Encoded, Request
-from thinwire.compressors.none import NoCompression
+from thinwire import check, kernels
+from thinwire.compressors.base import Encoded, LocalCompressor, Request, narrow
 from thinwire.frames.code import Extent
 from thinwire.frames.coders import CODERS, shrink
-from thinwire.frames.codes import Zipped
+from thinwire.frames.codes import Raw, Zipped
+from thinwire.kernels import Key
 
 
 @dataclass(frozen=True)
-class Lossless(Compressor):
+class BitExact(LocalCompressor):
+    """Base of the two below: without a residual any bits of any type are encoded."""
+
+    @property
+    def lossless(self) -> bool:
+        return True
+
+    @abstractmethod
+    def encode_bits(self, flat: Tensor) -> Encoded:
+        """Encode any bits of any type."""
+
+    def _encoded(self, flat: Tensor, r: Tensor | None, key: Key) -> tuple[Encoded | None, bool]:
+        if r is not None:
+            return super()._encoded(flat, r, key)
+        finite = not flat.is_floating_point() or bool(torch.isfinite(flat).all())
+        return self.encode_bits(flat), finite
+
+
+@dataclass(frozen=True)
+class NoCompression(BitExact):
+    """The tensor, uncompressed.
+
+    Every type, every bit, no indices. With a residual, x + r is sent in x's type and the residual
+    keeps the rounding error (zero for float32 and float64).
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> c = tw.NoCompression()
+        >>> c.decode(c.encode(torch.tensor([1, 2, 3])))
+        tensor([1, 2, 3])
+    """
+
+    name: ClassVar[str] = "none"
+
+    @property
+    def summable(self) -> bool:
+        return True
+
+    def encode_flat(self, request: Request) -> Encoded | None:
+        x, r = request.x, request.r
+        p = x.clone() if r is None else x + r
+        if not kernels.on(p.device).all_finite(p, None):
+            return None
+        return Encoded(Raw(), (narrow(p, request.dtype),))
+
+    def encode_bits(self, flat: Tensor) -> Encoded:
+        return Encoded(Raw(), (flat.clone(),))
+
+
+@dataclass(frozen=True)
+class Lossless(BitExact):
     """Byte planes through a general-purpose coder.
 
     Every type, every bit. Alone it shrinks normally distributed float32 by 15 %; at the end of a
@@ -34,13 +88,11 @@ class Lossless(Compressor):
     coder: str = "zstd"
     level: int = 3
     name: ClassVar[str] = "lossless"
-    lossless: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check.one_of("Lossless", "coder", self.coder, tuple(CODERS))
         levels = CODERS[self.coder].levels
-        whole = isinstance(self.level, int) and not isinstance(self.level, bool)
-        if not whole or self.level not in levels:
+        if not check.is_whole(self.level) or self.level not in levels:
             raise ValueError(
                 f"Lossless: level of {self.coder} must be an integer in [{levels[0]}, "
                 f"{levels[-1]}], got {self.level!r}"

@@ -6,13 +6,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compressors.joint import Joint, Search, Seen, normal
+from thinwire import check
+from thinwire.compressors.joint import JointCompressor, Search, Seen, normal
 
 TINY = 1e-300  # what is smaller is nothing
 
 
 @dataclass(frozen=True)
-class PowerSGD(Joint):
+class PowerSGD(JointCompressor):
     """The best low rank of the mean gradient, found by one step of power iteration.
 
     A tensor is a matrix M of its first dimension and the rest. P = mean(M Q) over ranks, columns
@@ -24,8 +25,8 @@ class PowerSGD(Joint):
 
     Args:
         rank: of the result, at most the smaller side of the matrix.
-        iterations: power iterations a call; each takes two all-reduces.
-        worth: tensors of which it would not send that many times fewer values travel as they are,
+        iterations: power iterations per call; each takes two all-reduces.
+        worth: tensors of which it would not send that many times fewer values go uncompressed,
             in the first all-reduce; so do tensors with one dimension.
 
     Example:
@@ -43,14 +44,9 @@ class PowerSGD(Joint):
     name: ClassVar[str] = "powersgd"
 
     def __post_init__(self) -> None:
-        for field in ("rank", "iterations"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"PowerSGD: {field} must be a whole number from 1, got {value!r}")
-        if isinstance(self.worth, bool) or not isinstance(self.worth, int | float):
-            raise ValueError(f"PowerSGD: worth must be a number, got {self.worth!r}")
-        if not self.worth >= 0:
-            raise ValueError(f"PowerSGD: worth must be at least 0, got {self.worth!r}")
+        check.whole("PowerSGD", "rank", self.rank, 1)
+        check.whole("PowerSGD", "iterations", self.iterations, 1)
+        check.at_least("PowerSGD", "worth", self.worth, 0)
 
     def matrix(self, shape: torch.Size) -> tuple[int, int] | None:
         if len(shape) < 2 or not prod(shape):

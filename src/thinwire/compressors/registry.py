@@ -1,53 +1,37 @@
-"""All compressors by name. A new one is one line in `_ALL`."""
-
-from typing import Any
+"""All compressors by name. A new one is one more name in `COMPRESSORS.add`."""
 
 from thinwire.compressors.arctopk import ARCTopK
-from thinwire.compressors.base import Compressor
-from thinwire.compressors.bernoulli import Bernoulli
+from thinwire.compressors.base import Compressor, LocalCompressor, not_local
 from thinwire.compressors.cast import Cast
 from thinwire.compressors.chain import Chain
-from thinwire.compressors.joint import Joint
-from thinwire.compressors.lossless import Lossless
-from thinwire.compressors.natural import Natural
-from thinwire.compressors.none import NoCompression
-from thinwire.compressors.onebit import OneBit
+from thinwire.compressors.lossless import Lossless, NoCompression
 from thinwire.compressors.powersgd import PowerSGD
-from thinwire.compressors.qsgd import QSGD
-from thinwire.compressors.quantize import Quantize
-from thinwire.compressors.randomk import RandomK
-from thinwire.compressors.scaledsign import ScaledSign
-from thinwire.compressors.terngrad import TernGrad
-from thinwire.compressors.threshold import Threshold
+from thinwire.compressors.quantizers import QSGD, Natural, Quantize, TernGrad
+from thinwire.compressors.signs import OneBit, ScaledSign
+from thinwire.compressors.sparsifiers import Bernoulli, RandomK, Threshold, TopK
 from thinwire.compressors.tiered import Tiered
-from thinwire.compressors.topk import TopK
-from thinwire.spec import build, read_value, split
+from thinwire.spec import Kind, split
 
-_ALL: tuple[type[Compressor], ...] = (
-    NoCompression,
-    Cast,
-    TopK,
-    RandomK,
-    Bernoulli,
-    Threshold,
-    Quantize,
-    QSGD,
-    OneBit,
-    ScaledSign,
-    TernGrad,
-    Natural,
-    Tiered,
-    Lossless,
-)
-_JOINT: tuple[type[Joint], ...] = (PowerSGD, ARCTopK)
-BY_NAME: dict[str, type[Compressor]] = {kind.name: kind for kind in _ALL}
-JOINT: dict[str, type[Joint]] = {kind.name: kind for kind in _JOINT}
+
+class _Compressors(Kind[Compressor]):
+    def read(self, text: str) -> Compressor:
+        first, *others = [super(_Compressors, self).read(stage) for stage in split(text, "|")]
+        try:
+            return Chain.of(first, *others) if others else first
+        except TypeError as error:
+            raise ValueError(f"{text!r}: {error}") from None
+
+
+COMPRESSORS = _Compressors("compressor", "compressors", Compressor, "topk:0.01")
+COMPRESSORS.add(NoCompression, Cast, TopK, RandomK, Bernoulli, Threshold)
+COMPRESSORS.add(Quantize, QSGD, OneBit, ScaledSign, TernGrad, Natural, Tiered, Lossless)
+COMPRESSORS.add(PowerSGD, ARCTopK)
+COMPRESSORS.unnamed[Chain.name] = Chain
 
 
 def list_compressors() -> dict[str, str]:
     """Every compressor's name in spec strings, with one line on what it sends."""
-    kinds = {**BY_NAME, **JOINT}
-    return {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in kinds.items()}
+    return COMPRESSORS.lines()
 
 
 def parse(spec: str) -> Compressor:
@@ -55,26 +39,25 @@ def parse(spec: str) -> Compressor:
 
     ``str(compressor)`` is the inverse. Raises ValueError that says what is wrong and what is known.
     """
-    if not isinstance(spec, str):
-        raise TypeError(f"a spec is a string such as 'topk:0.01', got {spec!r}")
-    kinds: dict[str, type[Compressor]] = {**BY_NAME, **JOINT}
-    stages = [build(text, "compressor", kinds, _value) for text in split(spec, "|")]
-    for stage in stages if len(stages) > 1 else ():
-        if isinstance(stage, Joint):
-            raise ValueError(f"{spec!r}: {stage} is found by all ranks together: it has no chains")
-    return stages[0] if len(stages) == 1 else Chain.of(*stages)
+    return COMPRESSORS.parse(spec)
 
 
-def _value(text: str) -> Any:
-    return parse(text[1:-1]) if text.startswith("(") and text.endswith(")") else read_value(text)
-
-
-def compressor_of(compressor: Compressor | str) -> Compressor:
+def compressor_of(given: Compressor | str) -> Compressor:
     """A compressor, or what a spec string describes."""
-    if isinstance(compressor, Compressor):
-        return compressor
-    if isinstance(compressor, str):
-        return parse(compressor)
-    raise TypeError(
-        f"expected a compressor or a spec such as 'topk:0.01', got {type(compressor).__name__}"
-    )
+    if isinstance(given, Compressor):
+        return given
+    if isinstance(given, str):
+        return parse(given)
+    what = not_local(given) if isinstance(given, type) else f"got {type(given).__name__}"
+    raise TypeError(f"expected a compressor or a spec such as 'topk:0.01': {what}")
+
+
+def local_of(given: Compressor | str) -> LocalCompressor:
+    """A compressor that has a payload, or what a spec string describes."""
+    compressor = compressor_of(given)
+    if not isinstance(compressor, LocalCompressor):
+        raise TypeError(
+            f"{not_local(compressor)}, so it has no payload: use tw.all_reduce, tw.Reducer or "
+            "tw.attach"
+        )
+    return compressor

@@ -3,19 +3,18 @@ from typing import ClassVar
 
 import torch
 
-from thinwire import kernels
-from thinwire.compressors import check
-from thinwire.compressors.base import Compressor, Encoded, Request
+from thinwire import check, kernels
+from thinwire.compressors.base import Encoded, LocalCompressor, Request, not_local
 from thinwire.compressors.cast import Cast
-from thinwire.compressors.quantize import Quantize
-from thinwire.compressors.sparsifier import kept
+from thinwire.compressors.quantizers import Quantize
+from thinwire.compressors.sparsifiers import kept
 from thinwire.frames.code import Extent
 from thinwire.frames.codes import Overlay, Sparse
 from thinwire.frames.codes.sparse import write_positions
 
 
 @dataclass(frozen=True)
-class Tiered(Compressor):
+class Tiered(LocalCompressor):
     """The large few at high precision, the rest at few bits.
 
     The k = max(1, ceil(d * ratio)) largest go through `large`, the tensor without them through
@@ -41,8 +40,8 @@ class Tiered(Compressor):
     """
 
     ratio: float = 0.0
-    large: Compressor = field(default=Cast("fp16"))
-    small: Compressor = field(default=Quantize(2))
+    large: LocalCompressor = field(default=Cast("fp16"))
+    small: LocalCompressor = field(default=Quantize(2))
     above: float = 0.0
     name: ClassVar[str] = "tiered"
 
@@ -50,19 +49,16 @@ class Tiered(Compressor):
         if self.above:
             if self.ratio:
                 raise ValueError("Tiered: either ratio or above says what is large, got both")
-            check.threshold("Tiered", "above", self.above)
+            check.positive("Tiered", "above", self.above)
             object.__setattr__(self, "above", float(self.above))
         else:
             check.fraction("Tiered", "ratio", self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
         for name, value in (("large", self.large), ("small", self.small)):
-            stages = getattr(value, "stages", (value,))
-            if any(getattr(stage, "joint", False) for stage in stages):
-                raise ValueError(f"Tiered: {value!r} is found by all ranks together")
-            if any(not isinstance(s, Compressor) or isinstance(s, Tiered) for s in stages):
-                raise ValueError(
-                    f"Tiered: {name} must be a compressor without Tiered, got {value!r}"
-                )
+            if not isinstance(value, LocalCompressor):
+                raise ValueError(f"Tiered: {name}: {not_local(value)}")
+            if any(isinstance(stage, Tiered) for stage in getattr(value, "stages", (value,))):
+                raise ValueError(f"Tiered: {name} must be a compressor without Tiered: {value!r}")
 
     @property
     def random(self) -> bool:

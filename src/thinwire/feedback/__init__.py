@@ -4,7 +4,7 @@ from thinwire.feedback.base import Feedback, NoFeedback
 from thinwire.feedback.dgc import DGC
 from thinwire.feedback.ef14 import EF14
 from thinwire.feedback.ef21 import EF21, EF21M
-from thinwire.feedback.registry import feedback_for, list_feedbacks, parse_feedback
+from thinwire.feedback.registry import feedback_for, list_feedbacks, parse
 from thinwire.feedback.vote import Vote
 
 __all__ = [
@@ -17,5 +17,5 @@ __all__ = [
     "Vote",
     "feedback_for",
     "list_feedbacks",
-    "parse_feedback",
+    "parse",
 ]

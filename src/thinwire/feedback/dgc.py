@@ -29,7 +29,7 @@ class DGC(Remembering):
 
     Example:
         >>> import thinwire as tw
-        >>> tw.feedback.parse_feedback("dgc:0.9,nesterov=true")
+        >>> tw.feedback.parse("dgc:0.9,nesterov=true")
         DGC(storage='fp32', reset=0, momentum=0.9, nesterov=True, clip=0.0)
 
     Reference: Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for

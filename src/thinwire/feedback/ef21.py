@@ -22,7 +22,7 @@ class EF21(Remembering):
 
     Example:
         >>> import thinwire as tw
-        >>> tw.feedback.parse_feedback("ef21:reset=1000")
+        >>> tw.feedback.parse("ef21:reset=1000")
         EF21(storage='fp32', reset=1000)
 
     Reference: Richtárik, Sokolov and Fatkhullin, EF21: A New, Simpler, Theoretically Better, and
@@ -55,7 +55,7 @@ class EF21M(EF21):
 
     Example:
         >>> import thinwire as tw
-        >>> tw.feedback.parse_feedback("ef21m:0.2")
+        >>> tw.feedback.parse("ef21m:0.2")
         EF21M(storage='fp32', reset=0, eta=0.2)
 
     Reference: Fatkhullin, Tyurin and Richtárik, Momentum Provably Improves Error Feedback!, 2023.

@@ -1,30 +1,28 @@
-"""All feedbacks by name. A new one is one line in `_ALL`."""
+"""All feedbacks by name. A new one is one more name in `FEEDBACKS.add`."""
 
-from thinwire.compressors import Compressor, Joint
+from thinwire.compressors import Compressor, JointCompressor
 from thinwire.feedback.base import Feedback, NoFeedback
 from thinwire.feedback.dgc import DGC
 from thinwire.feedback.ef14 import EF14
 from thinwire.feedback.ef21 import EF21, EF21M
 from thinwire.feedback.vote import Vote
-from thinwire.spec import build
+from thinwire.spec import Kind
 
-_ALL: tuple[type[Feedback], ...] = (NoFeedback, EF14, EF21, EF21M, DGC, Vote)
-BY_NAME: dict[str, type[Feedback]] = {kind.name: kind for kind in _ALL}
+FEEDBACKS: Kind[Feedback] = Kind("feedback", "feedbacks", Feedback, "ef14")
+FEEDBACKS.add(NoFeedback, EF14, EF21, EF21M, DGC, Vote)
 
 
 def list_feedbacks() -> dict[str, str]:
     """Every feedback's name in spec strings, with one line on what it does."""
-    return {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in BY_NAME.items()}
+    return FEEDBACKS.lines()
 
 
-def parse_feedback(spec: str) -> Feedback:
+def parse(spec: str) -> Feedback:
     """The feedback that a spec string names, such as ``ef14`` or ``ef21m:0.1,storage=bf16``.
 
     ``str(feedback)`` is the inverse. Raises ValueError that says what is wrong and what is known.
     """
-    if not isinstance(spec, str):
-        raise TypeError(f"a spec is a string such as 'ef14', got {spec!r}")
-    return build(spec, "feedback", BY_NAME)
+    return FEEDBACKS.parse(spec)
 
 
 def feedback_for(compressor: Compressor, feedback: Feedback | str) -> Feedback:
@@ -35,8 +33,8 @@ def feedback_for(compressor: Compressor, feedback: Feedback | str) -> Feedback:
             average, what its paper has for a joint one.
     """
     if isinstance(feedback, str) and feedback.strip().lower() == "auto":
-        if isinstance(compressor, Joint):
-            return parse_feedback(compressor.feedback)
+        if isinstance(compressor, JointCompressor):
+            return parse(compressor.feedback)
         return NoFeedback() if compressor.lossless or compressor.unbiased else EF14()
-    chosen = feedback if isinstance(feedback, Feedback) else parse_feedback(feedback)
+    chosen = feedback if isinstance(feedback, Feedback) else parse(feedback)
     return NoFeedback() if compressor.lossless and isinstance(chosen, EF14) else chosen

@@ -22,7 +22,7 @@ class Vote(Remembering):
 
     Example:
         >>> import thinwire as tw
-        >>> tw.feedback.parse_feedback("vote:0.9")
+        >>> tw.feedback.parse("vote:0.9")
         Vote(storage='fp32', reset=0, momentum=0.9)
 
     Reference: Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, 2018;

@@ -4,18 +4,19 @@
     signsgd, signum    the majority of the ranks' signs
     ef-signsgd         signs scaled by the mean magnitude, with error feedback
     1bit-sgd           one bit and the means of both halves, with error feedback
-    qsgd:4bit          stochastic levels of the norm, unbiased
+    qsgd:4bit          stochastic levels of the norm, as many as fit 4 bits, unbiased
     powersgd, arc, terngrad, natural, onebit, topk, ...
                        compressors, with the feedback that belongs to them
 
-`recipe_of` gives the recipe of those that are more than a compressor; it is all that `attach` needs
-to know.
+A method is an immutable description with a spec; `recipe` says what it consists of, which is all
+that `attach` needs to know.
 """
 
-import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+from thinwire import check
 from thinwire.compressors import (
     QSGD,
     ARCTopK,
@@ -26,14 +27,13 @@ from thinwire.compressors import (
     ScaledSign,
     TernGrad,
     TopK,
-    check,
 )
-from thinwire.feedback import DGC, EF14, EF21M, Feedback, NoFeedback, Vote
-from thinwire.policies.base import Policy
-from thinwire.policies.fixed import Fixed
-from thinwire.policies.schedule import DGC as STAGES
-from thinwire.policies.schedule import Ramp
-from thinwire.spec import build, spec_of, usage
+from thinwire.compressors.quantizers import levels_of
+from thinwire.compressors.registry import COMPRESSORS
+from thinwire.feedback import DGC, EF14, Feedback, NoFeedback, Vote, feedback_for
+from thinwire.policies import Fixed, Policy, Ramp
+from thinwire.policies.schedule import DGC_DENSITIES
+from thinwire.spec import Bits, Kind, first_line, read_stage, read_value, spec_of, usage
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,24 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Dgc:
+class NamedMethod(ABC):
+    """Base of the methods that are more than a compressor: frozen dataclasses with a `name`."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        self.recipe()  # refuses what cannot be made
+
+    @abstractmethod
+    def recipe(self) -> Recipe:
+        """What it consists of."""
+
+    def __str__(self) -> str:
+        return spec_of(self)
+
+
+@dataclass(frozen=True)
+class DeepGradientCompression(NamedMethod):
     """Deep Gradient Compression: the largest 0.1 % of gradients that gather momentum as they wait.
 
     Args:
@@ -81,31 +98,33 @@ class Dgc:
     nesterov: bool = False
     name: ClassVar[str] = "dgc"
 
-    def __post_init__(self) -> None:
-        check.fraction("dgc", "ratio", self.ratio)
-        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 0:
-            raise ValueError(f"dgc: warmup must be a number of steps, got {self.warmup!r}")
-
     def recipe(self) -> Recipe:
+        check.fraction("dgc", "ratio", self.ratio)
+        check.steps("dgc", "warmup", self.warmup, 0)
         final = TopK(self.ratio)
-        stages = len(STAGES) * self.warmup
-        policy = Ramp(stages, final, shape="dgc") if self.warmup else Fixed(final)
-        feedback = DGC(momentum=self.momentum, nesterov=self.nesterov, clip=self.clip)
-        return Recipe(spec_of(self), policy, feedback, "gather", momentum=True, clips=self.clip > 0)
+        steps = len(DGC_DENSITIES) * self.warmup
+        return Recipe(
+            name=str(self),
+            policy=Ramp(steps, final, shape="dgc") if steps else Fixed(final),
+            feedback=DGC(momentum=self.momentum, nesterov=self.nesterov, clip=self.clip),
+            collective="gather",
+            momentum=True,
+            clips=self.clip > 0,
+        )
 
 
 @dataclass(frozen=True)
-class SignSgd:
+class SignSGD(NamedMethod):
     """signSGD: the sign of each gradient, decided by the majority of ranks."""
 
     name: ClassVar[str] = "signsgd"
 
     def recipe(self) -> Recipe:
-        return Recipe(spec_of(self), Fixed(ScaledSign()), Vote(), "twoshot")
+        return Recipe(str(self), Fixed(ScaledSign()), Vote(), "twoshot")
 
 
 @dataclass(frozen=True)
-class Signum:
+class Signum(NamedMethod):
     """signSGD of a moving average of the gradient, decided by the majority of ranks.
 
     Args:
@@ -116,77 +135,121 @@ class Signum:
     name: ClassVar[str] = "signum"
 
     def recipe(self) -> Recipe:
-        return Recipe(spec_of(self), Fixed(ScaledSign()), Vote(momentum=self.momentum), "twoshot")
+        return Recipe(str(self), Fixed(ScaledSign()), Vote(momentum=self.momentum), "twoshot")
 
 
 @dataclass(frozen=True)
-class EfSignSgd:
+class EFSignSGD(NamedMethod):
     """EF-signSGD: signs times the mean magnitude, what is left out remembered."""
 
     name: ClassVar[str] = "ef-signsgd"
 
     def recipe(self) -> Recipe:
-        return Recipe(spec_of(self), Fixed(ScaledSign()), EF14(), "gather")
+        return Recipe(str(self), Fixed(ScaledSign()), EF14(), "gather")
 
 
 @dataclass(frozen=True)
-class OneBitSgd:
-    """1-bit SGD: one bit an element, the means of both halves, what is left out remembered."""
+class OneBitSGD(NamedMethod):
+    """1-bit SGD: one bit per element, the means of both halves, what is left out remembered."""
 
     name: ClassVar[str] = "1bit-sgd"
 
     def recipe(self) -> Recipe:
-        return Recipe(spec_of(self), Fixed(OneBit()), EF14(), "twoshot")
+        return Recipe(str(self), Fixed(OneBit()), EF14(), "twoshot")
 
 
-Named = Dgc | SignSgd | Signum | EfSignSgd | OneBitSgd
-_ALL: tuple[type[Named], ...] = (Dgc, SignSgd, Signum, EfSignSgd, OneBitSgd)
-NAMED: dict[str, type[Named]] = {kind.name: kind for kind in _ALL}
-_QSGD = re.compile(r"qsgd:\s*([2-8])\s*bit", re.IGNORECASE)
-# Compressors that are methods by themselves, with the feedback that "auto" gives them.
-_PLAIN: tuple[tuple[Compressor, Feedback], ...] = (
-    (PowerSGD(2), EF14()),
-    (ARCTopK(0.2), EF21M()),
-    (TopK(0.01), EF14()),
-    (OneBit(), EF14()),
-    (QSGD(7), NoFeedback()),
-    (TernGrad(), NoFeedback()),
-    (Natural(), NoFeedback()),
-)
+@dataclass(frozen=True)
+class BitQSGD(NamedMethod):
+    """QSGD with as many levels as fit so many bits; "qsgd:7" is the compressor with 7 levels.
 
-
-def recipe_of(spec: str) -> Recipe | None:
-    """The recipe of a method with a name of its own; None for everything else.
-
-    >>> recipe_of("qsgd:4bit").compressor
-    QSGD(levels=7, bucket=512, norm='l2', entropy=False)
-    >>> recipe_of("topk:0.01") is None
-    True
+    Args:
+        bits: per element, from 2 to 8; written ``qsgd:4bit``.
     """
-    found = _QSGD.fullmatch(spec.strip())
-    if found:
-        policy = Fixed(QSGD(2 ** (int(found[1]) - 1) - 1))
-        return Recipe(f"qsgd:{found[1]}bit", policy, NoFeedback(), "gather")
-    if spec.partition(":")[0].strip().lower() not in NAMED:
-        return None
-    return build(spec, "method", NAMED).recipe()
+
+    bits: int
+    name: ClassVar[str] = "qsgd"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, Bits):
+            object.__setattr__(self, "bits", self.bits.count)
+        super().__post_init__()
+
+    def recipe(self) -> Recipe:
+        return Recipe(str(self), Fixed(QSGD(levels_of(self.bits))), NoFeedback(), "gather")
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.bits}bit"
 
 
-def methods() -> list[tuple[str, str, str]]:
-    """Every method's usage, what it is made of, and a line on it; for `thinwire methods`."""
-    rows = []
-    for kind in _ALL:
-        recipe = kind().recipe()
-        made = f"{recipe.compressor} + {recipe.feedback}, {recipe.collective}"
-        rows.append((usage(kind), made, (kind.__doc__ or "").partition("\n")[0]))
-    for compressor, feedback in _PLAIN:
-        line = (type(compressor).__doc__ or "").partition("\n")[0]
-        rows.append((usage(type(compressor)), f"{compressor} + {feedback}, auto", line))
-    return rows
+class _Methods(Kind[NamedMethod]):
+    def knows(self, spec: str) -> bool:
+        if not super().knows(spec):
+            return False
+        stage = read_stage(spec)
+        if stage.name != BitQSGD.name:
+            return True
+        given = [*stage.positional, *stage.named.values()]
+        return len(given) == 1 and isinstance(read_value(given[0], int), Bits)
+
+    def read(self, text: str) -> NamedMethod:
+        if super().knows(text) and not self.knows(text):
+            raise ValueError(f"{text!r}: the method is written with bits, as in 'qsgd:4bit'")
+        return super().read(text)
 
 
-def list_methods() -> dict[str, str]:
-    """Every method's name in spec strings, with one line on what it does."""
-    lines = {kind.name: (kind.__doc__ or "").partition("\n")[0] for kind in _ALL}
-    plain = {type(c).name: (type(c).__doc__ or "").partition("\n")[0] for c, _ in _PLAIN}
-    return {**lines, **plain}
+METHODS = _Methods("method", "methods", NamedMethod, "dgc:0.001", beside=COMPRESSORS)
+METHODS.add(DeepGradientCompression, SignSGD, Signum, EFSignSGD, OneBitSGD, BitQSGD)
+# Compressors that are methods by themselves.
+_PLAIN = (PowerSGD(2), ARCTopK(0.2), TopK(0.01), OneBit(), TernGrad(), Natural())
+
+
+def parse(spec: str) -> NamedMethod:
+    """The method that a spec string names, such as ``dgc:0.001`` or ``qsgd:4bit``.
+
+    ``str(method)`` is the inverse. Raises ValueError that says what is wrong and what is known.
+
+    >>> parse("qsgd:4bit").recipe().compressor
+    QSGD(levels=7, bucket=512, norm='l2', entropy=False)
+    """
+    return METHODS.parse(spec)
+
+
+def method_of(given: object) -> NamedMethod | None:
+    """A method, from itself or its spec; None for whatever is no method of its own.
+
+    >>> print(method_of("signum:0.5"), method_of("topk:0.01"), method_of("qsgd:7"))
+    signum:0.5 None None
+    """
+    if isinstance(given, NamedMethod):
+        return given
+    return parse(given) if isinstance(given, str) and METHODS.knows(given) else None
+
+
+class MethodLine(NamedTuple):
+    """A method in a list.
+
+    Args:
+        usage: its spec with all arguments and their defaults.
+        parts: compressor, feedback and collective.
+        line: what it does.
+    """
+
+    usage: str
+    parts: str
+    line: str
+
+
+def list_methods() -> dict[str, MethodLine]:
+    """Every method by its name in spec strings: how it is written, made of what, doing what."""
+    named = (DeepGradientCompression(), SignSGD(), Signum(), EFSignSGD(), OneBitSGD(), BitQSGD(4))
+    found = {}
+    for method in named:
+        recipe = method.recipe()
+        parts = f"{recipe.compressor} + {recipe.feedback}, {recipe.collective}"
+        written = "qsgd:BITSbit" if isinstance(method, BitQSGD) else usage(type(method))
+        found[method.name] = MethodLine(written, parts, first_line(method))
+    for compressor in _PLAIN:
+        parts = f"{compressor} + {feedback_for(compressor, 'auto')}, auto"
+        line = MethodLine(usage(type(compressor)), parts, first_line(compressor))
+        found[compressor.name] = line
+    return found

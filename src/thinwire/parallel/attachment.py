@@ -13,16 +13,14 @@ from torch.optim import Optimizer
 from thinwire.collectives.options import NodesGiven, Options, Timeout
 from thinwire.compressors import Compressor
 from thinwire.feedback import DGC, Feedback, NoFeedback, Vote, feedback_for
-from thinwire.methods import Recipe, recipe_of
+from thinwire.methods import Recipe, method_of
 from thinwire.parallel.choices import Choices, choices_of
 from thinwire.parallel.ddp import DDPHook, Scaler
 from thinwire.parallel.model import described, parameter_names
 from thinwire.parallel.momentum import take_momentum, with_momentum
 from thinwire.parallel.plan import Planner
 from thinwire.parallel.wire import Wire
-from thinwire.policies.base import Policy
-from thinwire.policies.fixed import ByName, Fixed
-from thinwire.policies.registry import policy_of
+from thinwire.policies.base import ByName, Fixed, Policy, policy_of
 from thinwire.reducer.units import UnitReducer
 from thinwire.torch_internals import uncompiled
 
@@ -102,7 +100,8 @@ def attach(
     options = Options.of(
         ddp.process_group, collective=collective, nodes=nodes, max_bytes=max_bytes, timeout=timeout
     )
-    recipe = recipe_of(compressor) if isinstance(compressor, str) else None
+    method = method_of(compressor)
+    recipe = None if method is None else method.recipe()
     given: Any = compressor
     if recipe is not None:
         if feedback != "auto":
@@ -177,7 +176,8 @@ def _policy(
     if unmatched:
         some = ", ".join(list(parameters)[:3])
         raise ValueError(f"exclude: no parameter is named like {unmatched[0]!r} (there are {some})")
-    policy = None if callable(given) else policy_of(given)
+    function = callable(given) and not isinstance(given, type)
+    policy = None if function else policy_of(given)
     # What sends all uncompressed anyway takes whole buckets, as they lie in memory.
     whole = isinstance(policy, Fixed) and policy.main.lossless and policy.main.summable
     large = {

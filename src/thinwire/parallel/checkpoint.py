@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from thinwire.compressors import Joint
+from thinwire.compressors import JointCompressor
 
 if TYPE_CHECKING:
     from thinwire.parallel.wire import Wire
@@ -70,7 +70,7 @@ class Checkpoint:
         for name, parameter in self._wire._parameters.items():
             compressor = choices.compressor_of(name)
             # Of choices that change, the next process cannot know the shapes before it has loaded.
-            if isinstance(compressor, Joint) and choices.fixed:
+            if isinstance(compressor, JointCompressor) and choices.fixed:
                 wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
                 like = torch.empty(0, dtype=wide, device=parameter.device)
                 for part, shape in compressor.recalls(parameter.shape).items():

@@ -13,13 +13,13 @@ from thinwire.policies.base import (
     Choice,
     Chooser,
     Decision,
+    Fixed,
     Journal,
     Measured,
     Policy,
-    Setting,
-    Target,
+    PolicyContext,
+    TensorInfo,
 )
-from thinwire.policies.fixed import Fixed
 from thinwire.policies.layerwise import Layerwise, Rule
 from thinwire.reducer.unit import Unit
 
@@ -42,7 +42,7 @@ class Choices:
     def __init__(
         self,
         policy: Policy,
-        tensors: Mapping[str, Target],
+        tensors: Mapping[str, TensorInfo],
         choices: Mapping[str, Choice],
         explanation: Sequence[str] = (),
     ) -> None:
@@ -125,7 +125,7 @@ class PolicyRunner(Choices):
     def __init__(
         self,
         policy: Policy,
-        tensors: Mapping[str, Target],
+        tensors: Mapping[str, TensorInfo],
         chooser: Chooser,
         journal: Journal,
         device: torch.device,
@@ -204,7 +204,7 @@ class PolicyRunner(Choices):
 
 def choices_of(
     policy: Policy,
-    tensors: Sequence[Target],
+    tensors: Sequence[TensorInfo],
     *,
     size: int,
     feedback: bool,
@@ -219,7 +219,7 @@ def choices_of(
     """
     journal = Journal()
     by_name = {tensor.name: tensor for tensor in tensors}
-    chooser = policy.begin(Setting(tensors, size, feedback, journal))
+    chooser = policy.begin(PolicyContext(tensors, size, feedback, journal))
     if chooser.fixed:
         chosen = {tensor.name: chooser.choose(tensor, 1) for tensor in tensors}
         return Choices(policy, by_name, chosen, chooser.explain())

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.policies.base import Target
+from thinwire.policies.base import TensorInfo
 from thinwire.torch_internals import uncompiled
 
 
@@ -20,7 +20,7 @@ def parameter_names(model: nn.Module) -> list[tuple[nn.Parameter, str]]:
     ]
 
 
-def described(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Target]:
+def described(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[TensorInfo]:
     """Parameters as policies see them."""
     owners = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}
     last = None
@@ -30,7 +30,7 @@ def described(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list
         ):
             last = owner
     return [
-        Target(name, p.shape, p.dtype, _kind(owners.get(id(p))), owners.get(id(p)) is last)
+        TensorInfo(name, p.shape, p.dtype, _kind(owners.get(id(p))), owners.get(id(p)) is last)
         for name, p in parameters.items()
     ]
 

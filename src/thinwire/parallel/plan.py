@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.compressors import Compressor, Joint
+from thinwire.compressors import Compressor, JointCompressor
 
 GRANULARITIES = ("bucket", "tensor")
 # Bytes of uncompressed tensors that are worth an exchange before the last bucket.
@@ -71,7 +71,7 @@ class Planner:
             compressor = None if piece.sparse else self._choose(piece.name)
             if compressor is None:
                 self._dense.append(piece)
-            elif isinstance(compressor, Joint):
+            elif isinstance(compressor, JointCompressor):
                 self._joint.setdefault(compressor, []).append(piece.name)
             else:
                 by_compressor.setdefault(compressor, []).append(piece.name)

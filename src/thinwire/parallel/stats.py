@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from thinwire.compressors import Compressor
+from thinwire.compressors import LocalCompressor
 from thinwire.feedback.base import Update
 from thinwire.formatting import Column, show_bytes, show_number, show_ratio, table, text_of
 from thinwire.kernels import Key
@@ -200,7 +200,7 @@ class ErrorMeter:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def measure(self, unit: Unit, update: Update, compressor: Compressor, key: Key) -> None:
+    def measure(self, unit: Unit, update: Update, compressor: LocalCompressor, key: Key) -> None:
         left = None if update.residual is None else update.residual.clone()
         wanted = update.tensor.to(torch.float32 if left is None else left.dtype)
         wanted = wanted.clone() if left is None else wanted + left

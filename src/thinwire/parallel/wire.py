@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from thinwire.compressors import Compressor, Joint
+from thinwire.compressors import Compressor, LocalCompressor
 from thinwire.feedback import EF14
 from thinwire.feedback.base import Update
 from thinwire.kernels import Key
@@ -145,7 +145,7 @@ class Wire:
         # Not the first step, which may be special (EF21 sends it uncompressed).
         due = self._measure_every and (self.step - 2) % self._measure_every == 0
         # Only all ranks together know what a joint compressor leaves.
-        if due and compressor is not UNCOMPRESSED and not isinstance(compressor, Joint):
+        if due and compressor is not UNCOMPRESSED and isinstance(compressor, LocalCompressor):
             self._meter.measure(unit, update, compressor, key)
 
     def _end_step(self) -> None:

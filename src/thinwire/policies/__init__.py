@@ -1,12 +1,27 @@
-"""Policies: which compressor a tensor travels with at a step."""
+"""Policies: which compressor a tensor is sent with at a step.
+
+A policy of your own derives from `Policy` and makes a `Chooser` of its own, from the `TensorInfo`
+of all tensors and what else a `PolicyContext` holds.
+"""
 
 from thinwire.policies.accuracy import Accuracy
-from thinwire.policies.auto import Auto
-from thinwire.policies.bandwidth import Bandwidth
-from thinwire.policies.base import Policy
+from thinwire.policies.bandwidth import Auto, Bandwidth
+from thinwire.policies.base import (
+    ByName,
+    Choice,
+    Chooser,
+    Decision,
+    Fixed,
+    Journal,
+    Measured,
+    Policy,
+    PolicyContext,
+    TensorInfo,
+    policy_of,
+)
 from thinwire.policies.layerwise import Layerwise, Rule
 from thinwire.policies.magnitude import Magnitude
-from thinwire.policies.registry import list_policies, parse_policy
+from thinwire.policies.registry import list_policies, parse
 from thinwire.policies.schedule import Progressive, Ramp, Warmup
 from thinwire.policies.solve import Solve
 
@@ -14,14 +29,24 @@ __all__ = [
     "Accuracy",
     "Auto",
     "Bandwidth",
+    "ByName",
+    "Choice",
+    "Chooser",
+    "Decision",
+    "Fixed",
+    "Journal",
     "Layerwise",
     "Magnitude",
+    "Measured",
     "Policy",
+    "PolicyContext",
     "Progressive",
     "Ramp",
     "Rule",
     "Solve",
+    "TensorInfo",
     "Warmup",
     "list_policies",
-    "parse_policy",
+    "parse",
+    "policy_of",
 ]

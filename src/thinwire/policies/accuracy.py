@@ -3,13 +3,23 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import ClassVar
 
+from thinwire import check
 from thinwire.compressors import Compressor
-from thinwire.policies import check
-from thinwire.policies.base import Choice, Chooser, Journal, Measured, Policy, Setting, Target
+from thinwire.policies.base import (
+    Choice,
+    Chooser,
+    Journal,
+    Measured,
+    Policy,
+    PolicyContext,
+    TensorInfo,
+    how,
+    inner_compressor,
+)
 from thinwire.policies.ladder import ladder_of
 
 
@@ -26,7 +36,8 @@ class Accuracy(Policy):
         then: where to begin; lighter versions of it can follow, and ten times stronger ones.
         band: how much worse than the target is still on track, in the metric's own unit.
         target: the value to hold, as a number; or a curve to follow, as pairs (step, value), or
-            the path of a JSON file with such a list. Between its steps it is interpolated.
+            the path of a JSON file with such a list. Between its steps it is interpolated. In a
+            spec, pairs are ``(0=50; 100=90)``.
         higher: whether higher values are better (accuracy) or lower ones (loss).
 
     Example:
@@ -42,10 +53,18 @@ class Accuracy(Policy):
     name: ClassVar[str] = "accuracy"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "then", check.compressor("Accuracy", self.then))
+        object.__setattr__(self, "then", inner_compressor("Accuracy", self.then))
         check.positive("Accuracy", "band", self.band)
+        check.flag("Accuracy", "higher", self.higher)
         if isinstance(self.target, list | tuple):
             object.__setattr__(self, "target", _curve(self.target))
+        elif not (
+            self.target is None or isinstance(self.target, str) or check.is_number(self.target)
+        ):
+            raise ValueError(
+                "Accuracy: target must be a finite number, pairs (step, value) or the path of a "
+                f"JSON file, got {self.target!r}"
+            )
 
     @property
     def main(self) -> Compressor:
@@ -62,15 +81,17 @@ class Accuracy(Policy):
             return self.target
         return ((0.0, float(self.target)),)
 
-    def begin(self, setting: Setting) -> Chooser:
-        return _Watching(self, setting.journal)
+    def begin(self, context: PolicyContext) -> Chooser:
+        return _Watching(self, context.journal)
 
 
 def _curve(pairs: object) -> tuple[tuple[float, float], ...]:
     try:
         found = tuple((float(step), float(value)) for step, value in pairs)  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise ValueError("Accuracy: a curve is a list of pairs (step, value)") from None
+    if not all(map(check.is_number, chain.from_iterable(found))):
+        raise ValueError("Accuracy: a curve is a list of finite numbers")
     if not found or any(a[0] >= b[0] for a, b in pairwise(found)):
         raise ValueError("Accuracy: a curve has rising steps")
     return found
@@ -89,7 +110,7 @@ class _Watching(Chooser):
         self._best: float | None = None
         self._value, self._wanted = 0.0, 0.0
 
-    def choose(self, tensor: Target, step: int) -> Choice:
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
         return self._rungs[self._rung]
 
     def hold(self, held: bool) -> None:
@@ -135,12 +156,11 @@ class _Watching(Chooser):
         return low + (high - low) * (step - a) / (b - a)
 
     def explain(self) -> list[str]:
-        now = self._rungs[self._rung]
-        words = "as they are" if now is None else f"with {now}"
+        words = how(self._rungs[self._rung])
         if self._best is None:
-            return [f"Tensors travel {words} until wire.observe(value) tells of a validation."]
+            return [f"Tensors are sent {words} until wire.observe(value) tells of a validation."]
         return [
-            f"Tensors travel {words}: the last value was {self._value:.4g}, wanted is "
+            f"Tensors are sent {words}: the last value was {self._value:.4g}, wanted is "
             f"{self._wanted:.4g} within {self._policy.band:g}."
         ]
 

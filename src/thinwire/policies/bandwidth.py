@@ -1,17 +1,28 @@
-"""Compression as strong as the network needs, and no stronger."""
+"""Compression as strong as the network needs, and no stronger: `Bandwidth`, and `Auto` with it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar
 
-from thinwire.compressors import Compressor
-from thinwire.policies import check
-from thinwire.policies.base import Choice, Chooser, Measured, Policy, Setting, Target
+from thinwire import check
+from thinwire.compressors import Compressor, Quantize, TopK
+from thinwire.policies.base import (
+    Around,
+    Choice,
+    Chooser,
+    Measured,
+    Policy,
+    PolicyContext,
+    TensorInfo,
+    how,
+    inner_compressor,
+)
 from thinwire.policies.ladder import bytes_of, ladder_of
+from thinwire.policies.schedule import Warmup
 
 FIRST = 2  # steps that are not looked at: connections and kernels are made in them
-SETTLED = 2  # steps with one choice before the next one is made
+STEADY = 2  # steps with one choice before the next one is made
 PATIENCE = 3  # steps for which a lighter choice must seem to fit
 LOOK = 8  # steps after which the next lighter choice is tried
 RARELY = 64  # the same, after tries that were expensive
@@ -19,6 +30,7 @@ SURPRISE = 2.0  # times more or less than before, twice: the link has changed
 NEARLY = 1.2  # times the least that is as good when nothing fits: the lightest of them
 OLD = 100  # steps after which what another choice took is forgotten
 _FIELDS = 6  # numbers of a rank
+STRONGEST = TopK(0.01) | Quantize(4)  # of Auto
 
 
 @dataclass(frozen=True)
@@ -47,37 +59,37 @@ class Bandwidth(Policy):
     name: ClassVar[str] = "bandwidth"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "then", check.compressor("Bandwidth", self.then))
+        object.__setattr__(self, "then", inner_compressor("Bandwidth", self.then))
         check.positive("Bandwidth", "target", self.target)
 
     @property
     def main(self) -> Compressor:
         return self.then
 
-    def begin(self, setting: Setting) -> Chooser:
-        return _Following(self, setting)
+    def begin(self, context: PolicyContext) -> Chooser:
+        return _Following(self, context)
 
 
 class _Following(Chooser):
     num_reports = _FIELDS
 
-    def __init__(self, policy: Bandwidth, setting: Setting) -> None:
+    def __init__(self, policy: Bandwidth, context: PolicyContext) -> None:
         self._target = policy.target
-        self._journal = setting.journal
+        self._journal = context.journal
         self._rungs = ladder_of(policy.then)
         self._bytes = [
-            bytes_of(rung, setting.tensors, setting.size, setting.feedback) for rung in self._rungs
+            bytes_of(rung, context.tensors, context.size, context.feedback) for rung in self._rungs
         ]
         self._held = False
         self._rung = 0
         self._seen = 0  # steps
-        self._settled = 0  # steps with this rung
+        self._steady = 0  # steps with this rung
         self._lighter = 0  # steps in a row in which a lighter rung seemed to fit
         self._since = 1
         self._wait = LOOK
         self._from = -1  # the rung to go back to, while a lighter one is tried
         count = len(self._rungs)
-        self._sizes = [0.0] * count  # bytes of a step with each rung, 0 where nothing is known
+        self._sizes = [0.0] * count  # bytes per step with each rung, 0 where nothing is known
         self._times = [0.0] * count  # its seconds on the network
         self._known = [0] * count  # the step of the last look
         self._shortest = 0.0  # seconds on the network, of all steps
@@ -85,7 +97,7 @@ class _Following(Chooser):
         self._codec = [0.0] * count  # seconds, the least of the last ones
         self._last = (0.0, 0.0, 0.0)  # of a step: computing, window, waiting
 
-    def choose(self, tensor: Target, step: int) -> Choice:
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
         return self._rungs[self._rung]
 
     def report(self, measured: Measured) -> list[float]:
@@ -93,9 +105,9 @@ class _Following(Chooser):
 
     def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
         self._seen += 1
-        self._settled += 1
+        self._steady += 1
         told = [Measured(*row) for row in rows]
-        if self._seen <= FIRST or self._settled == 1:
+        if self._seen <= FIRST or self._steady == 1:
             return  # kernels are compiled, buffers made
         # Who arrives last in an exchange waits least: that is what the network itself takes.
         network = min(one.network for one in told)
@@ -155,7 +167,7 @@ class _Following(Chooser):
 
     def _costs(self, num_bytes: float) -> list[float]:
         """Seconds of communication for each rung."""
-        rest = max(0.0, num_bytes - self._bytes[self._rung])  # what travels as it is anyway
+        rest = max(0.0, num_bytes - self._bytes[self._rung])  # what goes uncompressed anyway
         usual = max((seconds for seconds in self._codec[1:] if seconds), default=0.0)
         return [
             (self._times[i] or self._seconds(size + rest))
@@ -164,7 +176,7 @@ class _Following(Chooser):
         ]
 
     def _decide(self, step: int, num_bytes: float) -> None:
-        if self._settled < SETTLED:
+        if self._steady < STEADY:
             return
         costs, now = self._costs(num_bytes), self._rung
         computing, window, _ = self._last
@@ -191,14 +203,13 @@ class _Following(Chooser):
             f"communication would take {1e3 * costs[self._rung]:.0f} ms, now "
             f"{1e3 * costs[rung]:.0f} ms; {1e3 * allowed:.0f} ms are hidden or allowed"
         )
-        self._rung, self._settled, self._lighter, self._since = rung, 0, 0, step + 1
+        self._rung, self._steady, self._lighter, self._since = rung, 0, 0, step + 1
         self._journal.note(step + 1, "all", self._rungs[rung], why)
 
     def explain(self) -> list[str]:
         computing, window, waiting = self._last
-        now = self._rungs[self._rung]
-        words = "tensors travel as they are" if now is None else f"tensors travel with {now}"
-        lines = [f"Since step {self._since} {words}, as the network asks for it."]
+        words = how(self._rungs[self._rung])
+        lines = [f"Since step {self._since} tensors are sent {words}, as the network asks for it."]
         size, seconds = self._sizes[self._rung], self._times[self._rung]
         if seconds:
             rate = 8e-6 * size / seconds
@@ -209,20 +220,20 @@ class _Following(Chooser):
             )
             costs = self._costs(size)
             lines.append(
-                f"Communication is thought to take {1e3 * costs[0]:.0f} ms with tensors as they "
-                f"are, {1e3 * costs[-1]:.0f} ms with {self._rungs[-1]}."
+                f"Communication is thought to take {1e3 * costs[0]:.0f} ms uncompressed, "
+                f"{1e3 * costs[-1]:.0f} ms with {self._rungs[-1]}."
             )
         return lines
 
     def state(self) -> list[float]:
-        counts = [self._rung, self._settled, self._lighter, self._odd, self._since]
+        counts = [self._rung, self._steady, self._lighter, self._odd, self._since]
         counts += [self._from, self._wait]
         link = (*self._sizes, *self._times, *self._known, *self._codec)
         return [*map(float, counts), *self._last, self._shortest, *link]
 
     def load(self, state: Sequence[float]) -> None:
         counts = [int(number) for number in state[:7]]
-        self._rung, self._settled, self._lighter, self._odd, self._since = counts[:5]
+        self._rung, self._steady, self._lighter, self._odd, self._since = counts[:5]
         self._from, self._wait = counts[5:]
         self._seen = 0  # a new process makes its connections and kernels anew
         self._last, self._shortest = (state[7], state[8], state[9]), state[10]
@@ -230,3 +241,47 @@ class _Following(Chooser):
         parts = [list(state[11 + i * n : 11 + (i + 1) * n]) for i in range(4)]
         self._sizes, self._times, self._codec = parts[0], parts[1], parts[3]
         self._known = [int(step) for step in parts[2]]
+
+
+@dataclass(frozen=True)
+class Auto(Policy):
+    """No compression where the network is fast; as much as it needs where it is not.
+
+    Small tensors are always uncompressed. So is everything in a short warm-up. Then `Bandwidth`
+    chooses, up to the largest one in a hundred in four bits, with what is left out remembered.
+
+    Args:
+        warmup: steps before the first compression.
+        target: how much longer than its computation a step may be, as a share of it.
+
+    Example:
+        >>> import thinwire as tw
+        >>> str(tw.policies.Auto(warmup=100))
+        'auto:100'
+    """
+
+    warmup: int = 5
+    target: float = 0.1
+    name: ClassVar[str] = "auto"
+
+    def __post_init__(self) -> None:
+        self._made()
+
+    def _made(self) -> Warmup:
+        return Warmup(self.warmup, Bandwidth(STRONGEST, self.target))
+
+    @property
+    def main(self) -> Compressor:
+        return STRONGEST
+
+    def begin(self, context: PolicyContext) -> Chooser:
+        return _Explained(self._made().begin(context))
+
+
+class _Explained(Around):
+    def explain(self) -> list[str]:
+        return [
+            "Automatic: compression is switched on where the network is what a step waits for, "
+            f"up to {STRONGEST}, and off where it is not.",
+            *super().explain(),
+        ]

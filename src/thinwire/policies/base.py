@@ -13,22 +13,23 @@ nothing else can differ between ranks, so its choices cannot.
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors import Compressor
-from thinwire.spec import spec_of
+from thinwire.compressors import Compressor, NoCompression, compressor_of
+from thinwire.compressors.registry import COMPRESSORS
+from thinwire.spec import Kind, name_of, spec_of
 
 log = logging.getLogger("thinwire")
-Choice = Compressor | None  # None: as it is
+Choice = Compressor | None  # None: uncompressed
 KEPT = 1000  # decisions
 
 
-class Target(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor that a policy chooses for.
 
     Args:
@@ -67,6 +68,11 @@ class Decision(NamedTuple):
     why: str
 
 
+def how(choice: Choice) -> str:
+    """How a tensor is sent, in words."""
+    return "uncompressed" if choice is None else f"with {choice}"
+
+
 class Journal:
     """The decisions of a policy, the last thousand of them."""
 
@@ -74,13 +80,13 @@ class Journal:
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
 
     def note(self, step: int, tensors: str, choice: Choice | str, why: str) -> None:
-        chosen = "as it is" if choice is None else str(choice)
+        chosen = "uncompressed" if choice is None else str(choice)
         decision = Decision(step, tensors, chosen, why)
         self.decisions.append(decision)
         log.info("step %d: %s: %s (%s)", *decision)
 
 
-class Setting(NamedTuple):
+class PolicyContext(NamedTuple):
     """Where a policy works.
 
     Args:
@@ -90,7 +96,7 @@ class Setting(NamedTuple):
         journal: for its decisions.
     """
 
-    tensors: Sequence[Target]
+    tensors: Sequence[TensorInfo]
     size: int
     feedback: bool
     journal: Journal
@@ -98,12 +104,15 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """Base of the policies: frozen dataclasses with a `name`, written as a spec by `str`."""
+    """Base of the policies: frozen dataclasses with a `name`, written as a spec by `str`.
+
+    A policy of your own implements `begin`, which makes a `Chooser`, and `main`.
+    """
 
     name: ClassVar[str]
 
     @abstractmethod
-    def begin(self, setting: Setting) -> "Chooser":
+    def begin(self, context: PolicyContext) -> "Chooser":
         """Start choosing."""
 
     @property
@@ -132,7 +141,7 @@ class Chooser(ABC):
     num_reports = 0
 
     @abstractmethod
-    def choose(self, tensor: Target, step: int) -> Choice:
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
         """The compressor of a tensor at a step, counted from 1."""
 
     def due(self, step: int) -> bool:
@@ -143,7 +152,7 @@ class Chooser(ABC):
         """Whether it wants to see tensors in this step."""
         return False
 
-    def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
+    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
         """What a tensor is about to send: the gradient, and what was left out before, both flat.
         Called by the thread that exchanges."""
 
@@ -182,7 +191,7 @@ class Around(Chooser):
         self.inner = inner
         self.num_reports = inner.num_reports
 
-    def choose(self, tensor: Target, step: int) -> Choice:
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
         return self.inner.choose(tensor, step)
 
     def due(self, step: int) -> bool:
@@ -191,7 +200,7 @@ class Around(Chooser):
     def watches(self, step: int) -> bool:
         return self.inner.watches(step)
 
-    def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
+    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
         self.inner.watch(tensor, x, residual)
 
     def report(self, measured: Measured) -> list[float]:
@@ -232,7 +241,7 @@ class Shared(Chooser):
         self.fixed = all(chooser.fixed for chooser in self._all)
         self.num_reports = sum(chooser.num_reports for chooser in self._all)
 
-    def choose(self, tensor: Target, step: int) -> Choice:
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
         return self._of[tensor.name].choose(tensor, step)
 
     def due(self, step: int) -> bool:
@@ -241,7 +250,7 @@ class Shared(Chooser):
     def watches(self, step: int) -> bool:
         return any(chooser.watches(step) for chooser in self._all)
 
-    def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
+    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
         self._of[tensor.name].watch(tensor, x, residual)
 
     def report(self, measured: Measured) -> list[float]:
@@ -279,3 +288,125 @@ class Shared(Chooser):
             end = begin + len(chooser.state())
             chooser.load(state[begin:end])
             begin = end
+
+
+@dataclass(frozen=True)
+class Fixed(Policy):
+    """The same compressor for all tensors at all steps; its spec is that of the compressor."""
+
+    compressor: Compressor
+    name: ClassVar[str] = "fixed"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compressor", compressor_of(self.compressor))
+
+    @property
+    def main(self) -> Compressor:
+        return self.compressor
+
+    def begin(self, context: PolicyContext) -> Chooser:
+        return _Same(lambda _: self.compressor)
+
+    def __str__(self) -> str:
+        return str(self.compressor)
+
+
+@dataclass(frozen=True)
+class ByName(Policy):
+    """What a function says of a tensor's name.
+
+    A function has no spec: ``wire.settings()`` gives a `Layerwise` with the same choices, which
+    has one.
+
+    Args:
+        choices: what it said.
+    """
+
+    choices: tuple[tuple[str, Choice], ...]
+    name: ClassVar[str] = "by-name"
+
+    @classmethod
+    def of(cls, function: Callable[[str], Compressor | str | None], names: list[str]) -> "ByName":
+        """
+        Args:
+            function: from a name to a compressor or its spec, or to None for uncompressed.
+            names: of all tensors.
+        """
+        found = []
+        for name in names:
+            choice = function(name)
+            try:
+                found.append((name, None if choice is None else compressor_of(choice)))
+            except (TypeError, ValueError) as error:
+                error.add_note(f"for parameter {name}")
+                raise
+        return cls(tuple(found))
+
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        used = {choice for _, choice in self.choices if choice is not None}
+        return tuple(sorted(used, key=str)) or (NoCompression(),)
+
+    @property
+    def main(self) -> Compressor:
+        return self.compressors[0]
+
+    def begin(self, context: PolicyContext) -> Chooser:
+        return _Same(dict(self.choices).__getitem__)
+
+    def __str__(self) -> str:
+        return "<function of names, no spec>"
+
+
+class _Same(Chooser):
+    fixed = True
+
+    def __init__(self, of: Callable[[str], Choice]) -> None:
+        self._of = of
+
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
+        return self._of(tensor.name)
+
+
+class _Policies(Kind[Policy]):
+    def read(self, text: str) -> Policy:
+        """A policy, or a compressor for all tensors."""
+        if self.knows(text):
+            return super().read(text)
+        if not COMPRESSORS.knows(text):
+            raise self.unknown(name_of(text), "compressor or policy")
+        return Fixed(COMPRESSORS.read(text))
+
+
+POLICIES = _Policies("policy", "policies", Policy, "auto", beside=COMPRESSORS)
+POLICIES.unnamed[Fixed.name] = Fixed
+
+
+def policy_of(given: Policy | Compressor | str) -> Policy:
+    """A policy, from itself, a compressor, or the spec of either."""
+    if isinstance(given, Policy):
+        return given
+    if isinstance(given, Compressor):
+        return Fixed(given)
+    if isinstance(given, str):
+        return POLICIES.read(given)
+    what: Any = f"got {type(given).__name__}"
+    if isinstance(given, type):
+        what = f"{given.__name__} is a class, give an object such as {given.__name__}(...)"
+    raise TypeError(f"expected a policy, a compressor or a spec such as 'topk:0.01': {what}")
+
+
+def inner_policy(owner: str, given: Any) -> Policy:
+    """A policy inside another: one, or a compressor, or the spec of either."""
+    try:
+        return policy_of(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{owner}: {error}") from None
+
+
+def inner_compressor(owner: str, given: Any, field: str = "then") -> Compressor:
+    """A compressor, or the spec of one."""
+    policy = inner_policy(owner, given)
+    if not isinstance(policy, Fixed):
+        raise ValueError(f"{owner}: {field} must be a compressor, got {policy}")
+    return policy.compressor

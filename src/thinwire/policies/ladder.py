@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from thinwire.collectives.choose import choose, moved
 from thinwire.collectives.memory import weigh
-from thinwire.compressors import Chain, Compressor, Joint
-from thinwire.policies.base import Choice, Target
+from thinwire.compressors import Chain, Compressor, JointCompressor
+from thinwire.policies.base import Choice, TensorInfo
+
+C = TypeVar("C", bound=Compressor)
 
 # What makes a compressor lighter, and the values that a ladder takes of it.
 _RUNGS: dict[str, Sequence[float]] = {
@@ -28,17 +30,18 @@ def knob(compressor: Compressor) -> tuple[str, float] | None:
     return None
 
 
-def turned(compressor: Compressor, value: float) -> Compressor:
+def turned(compressor: C, value: float) -> C:
     """The compressor with its knob at another value."""
     if isinstance(compressor, Chain):
-        return Chain.of(turned(compressor.stages[0], value), *compressor.stages[1:])
+        first, *rest = compressor.stages
+        return replace(compressor, stages=(turned(first, value), *rest))
     found = knob(compressor)
     assert found is not None
-    changed: Any = replace(compressor, **{found[0]: value})
-    return changed  # type: ignore[no-any-return]
+    changes: dict[str, Any] = {found[0]: value}
+    return replace(compressor, **changes)
 
 
-def near(compressor: Compressor, value: float) -> Compressor:
+def near(compressor: C, value: float) -> C:
     """The compressor with its knob at a value, or at what is possible nearest to it."""
     found = knob(compressor)
     assert found is not None
@@ -49,8 +52,8 @@ def near(compressor: Compressor, value: float) -> Compressor:
 
 
 def ladder_of(compressor: Compressor, beyond: bool = False) -> tuple[Choice, ...]:
-    """As it is, then lighter versions of a compressor, then itself, then up to ten times stronger
-    ones on request.
+    """Uncompressed, then lighter versions of a compressor, then itself, then up to ten times
+    stronger ones on request.
 
     >>> from thinwire.compressors import parse
     >>> [str(rung) for rung in ladder_of(parse("topk:0.02|quantize:4"))]
@@ -71,12 +74,12 @@ def ladder_of(compressor: Compressor, beyond: bool = False) -> tuple[Choice, ...
     )
 
 
-def bytes_of(choice: Choice, tensors: Sequence[Target], size: int, feedback: bool) -> float:
-    """About how many bytes leave a rank in a step when these tensors travel in this way."""
+def bytes_of(choice: Choice, tensors: Sequence[TensorInfo], size: int, feedback: bool) -> float:
+    """About how many bytes leave a rank per step when these tensors are sent in this way."""
     dense = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
     if choice is None:
         return moved("summable", dense, size)
-    if isinstance(choice, Joint):
+    if isinstance(choice, JointCompressor):
         sent = sum(choice.sent(t.shape) * max(4, t.dtype.itemsize) for t in tensors)
         return moved("joint", sent, size)
     frame = sum(prod(t.shape) * weigh(choice, t.dtype, feedback).frame + 64 for t in tensors)

@@ -3,28 +3,58 @@
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
+from thinwire import check
 from thinwire.compressors import Compressor, NoCompression, Quantize, TopK
-from thinwire.policies.base import Chooser, Policy, Setting, Shared, Target
-from thinwire.policies.check import child
-from thinwire.policies.fixed import ByName, Fixed
+from thinwire.policies.base import (
+    POLICIES,
+    ByName,
+    Chooser,
+    Fixed,
+    Policy,
+    PolicyContext,
+    Shared,
+    TensorInfo,
+    how,
+    inner_policy,
+)
+from thinwire.spec import (
+    Kind,
+    arguments_of,
+    enclosed,
+    quoted,
+    read_list,
+    read_rest,
+    split,
+    unquoted,
+    word,
+)
 
 KINDS = ("embedding", "linear", "conv", "norm", "other", "last")
+DENSE = "dense"  # in place of a spec: uncompressed
 
 
 @dataclass(frozen=True)
 class Rule:
     """What to do with some tensors.
 
+    In a spec it is ``PATTERN=SPEC``, or ``(kind=embedding,most=4096)=SPEC`` with any of the
+    arguments below. A pattern that holds one of ``"(),;=|`` or a space is quoted as in JSON.
+
     Args:
-        then: a compressor, a policy, the spec of one, or "dense" for what travels as it is.
+        then: a compressor, a policy, the spec of one, or "dense" for uncompressed.
         match: pattern of names, as in a shell.
         kind: "embedding", "linear", "conv", "norm", "other", or "last" for the last layer.
         least, most: numbers of elements.
+
+    Example:
+        >>> import thinwire as tw
+        >>> str(tw.policies.Rule("topk:0.001", match="embed*", least=4096))
+        '(match=embed*,least=4096)=topk:0.001'
     """
 
     then: Policy | None
@@ -32,22 +62,33 @@ class Rule:
     kind: str | None = None
     least: int = 0
     most: int | None = None
+    name: ClassVar[str] = "rule"
 
     def __post_init__(self) -> None:
         given: Any = self.then
-        dense = given is None or (isinstance(given, str) and given.strip().lower() == "dense")
-        object.__setattr__(self, "then", None if dense else child("Layerwise", given))
+        dense = given is None or (isinstance(given, str) and given.strip().lower() == DENSE)
+        object.__setattr__(self, "then", None if dense else inner_policy("Layerwise", given))
+        if not isinstance(self.match, str):
+            raise TypeError(f"Layerwise: match must be a pattern of names, got {self.match!r}")
         if self.kind is not None and self.kind not in KINDS:
             raise ValueError(
                 f"Layerwise: kind must be one of {', '.join(KINDS)}, got {self.kind!r}"
             )
+        check.whole("Layerwise", "least", self.least, 0)
+        if self.most is not None:
+            check.whole("Layerwise", "most", self.most, self.least)
 
-    def suits(self, tensor: Target) -> bool:
+    def suits(self, tensor: TensorInfo) -> bool:
         kind = (
             self.kind is None or tensor.kind == self.kind or (self.kind == "last" and tensor.last)
         )
         size = self.least <= tensor.numel and (self.most is None or tensor.numel <= self.most)
         return kind and size and fnmatchcase(tensor.name, self.match)
+
+    @property
+    def spec(self) -> str:
+        """Of what is done."""
+        return DENSE if self.then is None else str(self.then)
 
     def table(self) -> dict[str, Any]:
         """As it stands in a file."""
@@ -55,7 +96,29 @@ class Rule:
         found |= {"kind": self.kind} if self.kind else {}
         found |= {"least": self.least} if self.least else {}
         found |= {"most": self.most} if self.most is not None else {}
-        return {**found, "then": "dense" if self.then is None else str(self.then)}
+        return {**found, "then": self.spec}
+
+    def __str__(self) -> str:
+        _, *conditions = arguments_of(replace(self, then=None), named=True)  # all but `then`
+        simple = self == Rule(self.then, self.match)
+        selector = word(self.match) if simple else f"({','.join(conditions)})"
+        return f"{selector}={self.spec}"
+
+
+class _Rules(Kind[Rule]):
+    def read(self, text: str) -> Rule:
+        selector, *then = split(text, "=", 1)
+        if not then or not then[0]:
+            raise ValueError(f"{text!r}: a rule is PATTERN=SPEC or (kind=...,most=...)=SPEC")
+        choice = None if then[0].lower() == DENSE else POLICIES.read(then[0])
+        conditions = enclosed(selector)
+        if conditions is None:
+            return Rule(choice, unquoted(selector))
+        return read_rest(Rule, conditions, then=choice)
+
+
+RULES = _Rules("rule", "rules", Rule, "embed*=topk:0.01")
+RULES.add(Rule)
 
 
 # Rows of an embedding and of the last layer are mostly unused in a step: few elements say it all.
@@ -73,9 +136,9 @@ class Layerwise(Policy):
 
     Args:
         rules: `Rule` objects, pairs (pattern, compressor), or a mapping of them; or text as in a
-            spec, "embed*=topk:0.001; *=quantize:4"; or the path of a TOML or JSON file that `save`
-            has written. Tensors that no rule suits travel as they are. By default: embeddings and
-            the last layer strongly, small tensors not at all.
+            spec, "embed*=topk:0.001; (most=4096)=dense; *=quantize:4"; or the path of a TOML or
+            JSON file that `save` has written. Tensors that no rule suits are uncompressed. By
+            default: embeddings and the last layer strongly, small tensors not at all.
 
     Example:
         >>> import thinwire as tw
@@ -100,10 +163,10 @@ class Layerwise(Policy):
         lossy = [c for c in self.compressors if not c.lossless]
         return lossy[0] if lossy else self.compressors[0]
 
-    def begin(self, setting: Setting) -> Chooser:
-        by_rule: dict[int, list[Target]] = {}
+    def begin(self, context: PolicyContext) -> Chooser:
+        by_rule: dict[int, list[TensorInfo]] = {}
         dense = []
-        for tensor in setting.tensors:
+        for tensor in context.tensors:
             for i, rule in enumerate(self.rules):
                 if rule.suits(tensor):
                     by_rule.setdefault(i, []).append(tensor)
@@ -116,12 +179,16 @@ class Layerwise(Policy):
             if policy is None:
                 dense += [tensor.name for tensor in tensors]
                 continue
-            chooser = policy.begin(setting._replace(tensors=tensors))
+            chooser = policy.begin(context._replace(tensors=tensors))
             of.update({tensor.name: chooser for tensor in tensors})
-        plain = ByName(tuple((name, None) for name in dense)).begin(setting)
+        plain = ByName(tuple((name, None) for name in dense)).begin(context)
         of.update(dict.fromkeys(dense, plain))
-        return _Told(of, self, {name: str(self.rules[i].then) for i in by_rule
-                                for name in [t.name for t in by_rule[i]]})  # fmt: skip
+        words = {
+            tensor.name: how(None) if then is None else f"with {then}"
+            for then, tensors in ((self.rules[i].then, found) for i, found in by_rule.items())
+            for tensor in tensors
+        }
+        return _Told(of, words)
 
     @staticmethod
     def solve(
@@ -138,39 +205,31 @@ class Layerwise(Policy):
         """
         from thinwire.policies.solve import Solve
 
-        words = "; ".join(str(each) for each in candidates)
-        return Solve(child("Layerwise.solve", uniform).main, error_budget, steps, words)
+        return Solve(uniform, error_budget, steps, tuple(candidates))  # type: ignore[arg-type]
 
     def save(self, path: str | Path) -> None:
         """Write the rules to a file, TOML or JSON by its name."""
         path = Path(path)
         tables = [rule.table() for rule in self.rules]
         if path.suffix == ".json":
-            path.write_text(json.dumps({"rule": tables}, indent=1) + "\n")
+            path.write_text(json.dumps({"rule": tables}, indent=1) + "\n", encoding="utf-8")
         elif path.suffix == ".toml":
             blocks = [
-                "[[rule]]\n" + "".join(f"{key} = {json.dumps(v)}\n" for key, v in table.items())
+                "[[rule]]\n" + "".join(f"{key} = {_toml(v)}\n" for key, v in table.items())
                 for table in tables
             ]
-            path.write_text("# thinwire: what each tensor travels with\n\n" + "\n".join(blocks))
+            text = "# thinwire: how each tensor is sent\n\n" + "\n".join(blocks)
+            path.write_text(text, encoding="utf-8")
         else:
             raise ValueError(f"{path}: the name must end in .toml or .json")
-
-    def __str__(self) -> str:
-        if self.rules == DEFAULT:
-            return self.name
-        if any(rule.table().keys() - {"match", "then"} for rule in self.rules):
-            return f"{self.name}:({len(self.rules)} rules)"
-        words = "; ".join(f"{rule.match}={rule.table()['then']}" for rule in self.rules)
-        return f"{self.name}:({words})"
 
 
 class _Told(Shared):
     """That can say which tensors go which way."""
 
-    def __init__(self, of: Mapping[str, Chooser], policy: Layerwise, words: dict[str, str]) -> None:
+    def __init__(self, of: Mapping[str, Chooser], words: dict[str, str]) -> None:
         super().__init__(of)
-        self._words = {name: words.get(name, "None") for name in of}
+        self._words = {name: words.get(name, how(None)) for name in of}
 
     def explain(self) -> list[str]:
         return [*by_choice(self._words), *super().explain()]
@@ -182,32 +241,39 @@ def by_choice(words: Mapping[str, str]) -> list[str]:
     for choice in dict.fromkeys(words.values()):
         names = [name for name, word in words.items() if word == choice]
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        way = "as they are" if choice == "None" else f"with {choice}"
-        lines.append(f"{some}: {way}.")
+        lines.append(f"{some}: {choice}.")
     return lines
+
+
+def _toml(value: Any) -> str:
+    return quoted(value) if isinstance(value, str) else str(value)
 
 
 def _rules(given: Any) -> tuple[Rule, ...]:
     if isinstance(given, str) and "=" in given:
-        parts = [part.partition("=") for part in given.split(";") if part.strip()]
-        pairs: Any = [(then.strip(), match.strip()) for match, _, then in parts]
-        return tuple(Rule(then, match) for then, match in pairs)
-    if isinstance(given, str | Path):
-        return _read(Path(given))
-    if isinstance(given, Mapping):
-        given = given.items()
-    if not isinstance(given, Iterable):
+        found = read_list(given, Rule)
+    elif isinstance(given, str | Path):
+        found = _read(Path(given))
+    elif isinstance(given, Iterable) and not isinstance(given, type):
+        pairs = given.items() if isinstance(given, Mapping) else given
+        found = tuple(each if isinstance(each, Rule) else _pair(each) for each in pairs)
+    else:
         raise TypeError(f"Layerwise: rules are rules, a mapping or a path, got {given!r}")
-    found = tuple(rule if isinstance(rule, Rule) else Rule(rule[1], rule[0]) for rule in given)
     if not found:
         raise ValueError("Layerwise: no rules")
     return found
 
 
+def _pair(given: Any) -> Rule:
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise TypeError(f"Layerwise: a rule is a Rule or (pattern, compressor), got {given!r}")
+    return Rule(given[1], given[0])
+
+
 def _read(path: Path) -> tuple[Rule, ...]:
     """The rules of a file."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         tables = (json.loads if path.suffix == ".json" else tomllib.loads)(text)["rule"]
         return tuple(Rule(**table) for table in tables)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -8,9 +8,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compressors import Compressor, Threshold, Tiered, check, parse
-from thinwire.policies.base import Choice, Chooser, Measured, Policy, Setting, Target
-from thinwire.policies.check import steps
+from thinwire import check
+from thinwire.compressors import Cast, LocalCompressor, Threshold, Tiered
+from thinwire.compressors.registry import local_of
+from thinwire.policies.base import (
+    Choice,
+    Chooser,
+    Measured,
+    Policy,
+    PolicyContext,
+    TensorInfo,
+)
 
 SAMPLE = 1 << 16  # elements of a large tensor that are looked at
 BLOCK = 1 << 10
@@ -39,32 +47,32 @@ class Magnitude(Policy):
     """
 
     density: float = 0.01
-    large: Compressor = field(default=parse("cast:fp16"))
-    small: Compressor | None = None
+    large: LocalCompressor = field(default=Cast("fp16"))
+    small: LocalCompressor | None = None
     every: int = 2
     name: ClassVar[str] = "magnitude"
 
     def __post_init__(self) -> None:
         check.fraction("Magnitude", "density", self.density)
-        steps("Magnitude", "every", self.every)
+        check.steps("Magnitude", "every", self.every)
         for name in ("large", "small"):
             value = getattr(self, name)
-            if isinstance(value, str):
-                object.__setattr__(self, name, parse(value))
+            if value is not None or name == "large":
+                object.__setattr__(self, name, _inner(value))
         self.at(1.0)  # refuses what cannot be made
 
-    def at(self, threshold: float) -> Compressor:
+    def at(self, threshold: float) -> LocalCompressor:
         """The compressor with a threshold."""
         if self.small is not None:
             return Tiered(above=threshold, large=self.large, small=self.small)
         return Threshold(threshold) if self.large.lossless else Threshold(threshold) | self.large
 
     @property
-    def main(self) -> Compressor:
+    def main(self) -> LocalCompressor:
         return self.at(1.0)
 
-    def begin(self, setting: Setting) -> Chooser:
-        return _Levels(self, setting)
+    def begin(self, context: PolicyContext) -> Chooser:
+        return _Levels(self, context)
 
 
 class _Levels(Chooser):
@@ -75,9 +83,9 @@ class _Levels(Chooser):
     threshold that is right for one step is too high for the next ones.
     """
 
-    def __init__(self, policy: Magnitude, setting: Setting) -> None:
-        self._policy, self._journal = policy, setting.journal
-        self._place = {tensor.name: i for i, tensor in enumerate(setting.tensors)}
+    def __init__(self, policy: Magnitude, context: PolicyContext) -> None:
+        self._policy, self._journal = policy, context.journal
+        self._place = {tensor.name: i for i, tensor in enumerate(context.tensors)}
         count = len(self._place)
         self._levels = [0.0] * count  # thresholds; 0 until something is known
         self._densities = [0.0] * count
@@ -85,7 +93,7 @@ class _Levels(Chooser):
         self._own = [[0.0, 0.0, 0.0] for _ in self._place]
         self.num_reports = 3 * count
 
-    def choose(self, tensor: Target, step: int) -> Choice:
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
         level = self._levels[self._place[tensor.name]]
         return self._policy.at(level) if level else None
 
@@ -95,7 +103,7 @@ class _Levels(Chooser):
     def due(self, step: int) -> bool:
         return step <= FIRST or step % self._policy.every == 0
 
-    def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
+    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
         at = self._place[tensor.name]
         sample = _some(x).float()
         if residual is not None:
@@ -142,7 +150,7 @@ class _Levels(Chooser):
     def explain(self) -> list[str]:
         known = [density for density in self._densities if density]
         if not known:
-            return ["No tensor has been seen yet: all travel as they are."]
+            return ["No tensor has been seen yet: all are sent uncompressed."]
         mean = sum(known) / len(known)
         return [
             f"Each tensor has its own threshold; {mean:.3g} of the elements were above it when "
@@ -155,6 +163,13 @@ class _Levels(Chooser):
     def load(self, state: Sequence[float]) -> None:
         count = len(self._levels)
         self._levels, self._densities = list(state[:count]), list(state[count:])
+
+
+def _inner(given: LocalCompressor | str) -> LocalCompressor:
+    try:
+        return local_of(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"Magnitude: {error}") from None
 
 
 def _some(values: Tensor) -> Tensor:

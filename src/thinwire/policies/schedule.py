@@ -4,18 +4,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from thinwire import check
 from thinwire.compressors import Compressor
-from thinwire.policies import check
-from thinwire.policies.base import Around, Choice, Chooser, Journal, Policy, Setting, Target
+from thinwire.policies.base import (
+    Around,
+    Choice,
+    Chooser,
+    Journal,
+    Policy,
+    PolicyContext,
+    TensorInfo,
+    how,
+    inner_compressor,
+    inner_policy,
+)
 from thinwire.policies.ladder import knob, ladder_of, near, turned
 
-DGC = (0.25, 0.0625, 0.015625, 0.004)  # densities of the first four epochs, Lin et al., 2018
+DGC_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)  # of the first four epochs, Lin et al., 2018
 _SHAPES = ("exponential", "linear", "dgc")
 
 
 @dataclass(frozen=True)
 class Warmup(Policy):
-    """As it is for the first steps, then what another policy or compressor says.
+    """Uncompressed for the first steps, then what another policy or compressor says.
 
     Args:
         steps: to wait.
@@ -33,7 +44,7 @@ class Warmup(Policy):
 
     def __post_init__(self) -> None:
         check.steps("Warmup", "steps", self.steps)
-        object.__setattr__(self, "then", check.child("Warmup", self.then))
+        object.__setattr__(self, "then", inner_policy("Warmup", self.then))
 
     @property
     def main(self) -> Compressor:
@@ -43,8 +54,8 @@ class Warmup(Policy):
     def compressors(self) -> tuple[Compressor, ...]:
         return self.then.compressors
 
-    def begin(self, setting: Setting) -> Chooser:
-        return _Waiting(self.then.begin(setting), self.steps, setting.journal)
+    def begin(self, context: PolicyContext) -> Chooser:
+        return _Waiting(self.then.begin(context), self.steps, context.journal)
 
 
 class _Waiting(Around):
@@ -53,7 +64,7 @@ class _Waiting(Around):
         self._until, self._journal = until, journal
         self._step = 0
 
-    def choose(self, tensor: Target, step: int) -> Choice:
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
         if step == self._until + 1 != self._step:
             self._journal.note(step, "all", "as the policy says", "warmed up")
         self._step = step
@@ -67,7 +78,7 @@ class _Waiting(Around):
         if self._step > self._until:
             return self.inner.explain()
         left = self._until - self._step
-        return [f"Warm-up: all travels as it is for {left} more steps.", *self.inner.explain()]
+        return [f"Warm-up: all is sent uncompressed for {left} more steps.", *self.inner.explain()]
 
 
 @dataclass(frozen=True)
@@ -98,32 +109,32 @@ class Ramp(Policy):
 
     def __post_init__(self) -> None:
         check.steps("Ramp", "steps", self.steps)
-        compressor = check.compressor("Ramp", self.then)
+        compressor = inner_compressor("Ramp", self.then)
         found = knob(compressor)
         if found is None:
             raise ValueError(f"Ramp: {compressor} has no strength that could grow")
         object.__setattr__(self, "then", compressor)
-        if self.shape not in _SHAPES:
-            raise ValueError(f"Ramp: shape must be one of {', '.join(_SHAPES)}, got {self.shape!r}")
+        check.one_of("Ramp", "shape", self.shape, _SHAPES)
         if self.shape == "dgc" and found[0] != "ratio":
             raise ValueError(f"Ramp: 'dgc' is a list of ratios, {compressor} has {found[0]}")
-        if not self.start > 0 or (found[0] == "ratio" and self.start > 1):
+        most = 1 if found[0] == "ratio" else check.LARGEST
+        if not check.is_number(self.start) or not 0 < self.start <= most:
             raise ValueError(f"Ramp: start is not a value for {compressor}: {self.start!r}")
 
     @property
     def main(self) -> Compressor:
         return self.then
 
-    def begin(self, setting: Setting) -> Chooser:
-        return _Scheduled(self._at, setting.journal)
+    def begin(self, context: PolicyContext) -> Chooser:
+        return _Scheduled(self._at, context.journal)
 
     def _at(self, step: int) -> Compressor:
         found = knob(self.then)
         assert found is not None
         end = found[1]
         if self.shape == "dgc":
-            stages = [density for density in DGC if density > end]
-            stage = (step - 1) * len(DGC) // self.steps
+            stages = [density for density in DGC_DENSITIES if density > end]
+            stage = (step - 1) * len(DGC_DENSITIES) // self.steps
             return turned(self.then, stages[stage]) if stage < len(stages) else self.then
         if step > self.steps or self.start <= end:
             return self.then
@@ -142,7 +153,7 @@ class Progressive(Policy):
     Args:
         steps: at which the compressor itself is reached; its lighter versions share them evenly.
         then: the strongest.
-        dense: begin with tensors as they are.
+        dense: begin uncompressed.
 
     Example:
         >>> import thinwire as tw
@@ -157,20 +168,21 @@ class Progressive(Policy):
 
     def __post_init__(self) -> None:
         check.steps("Progressive", "steps", self.steps)
-        object.__setattr__(self, "then", check.compressor("Progressive", self.then))
+        object.__setattr__(self, "then", inner_compressor("Progressive", self.then))
+        check.flag("Progressive", "dense", self.dense)
 
     @property
     def main(self) -> Compressor:
         return self.then
 
-    def begin(self, setting: Setting) -> Chooser:
+    def begin(self, context: PolicyContext) -> Chooser:
         rungs = ladder_of(self.then)
         rungs = rungs if self.dense or len(rungs) < 3 else rungs[1:]
 
         def at(step: int) -> Choice:
             return rungs[min((step - 1) * (len(rungs) - 1) // self.steps, len(rungs) - 1)]
 
-        return _Scheduled(at, setting.journal)
+        return _Scheduled(at, context.journal)
 
 
 class _Scheduled(Chooser):
@@ -181,7 +193,7 @@ class _Scheduled(Chooser):
         self._step = 0
         self._now: Choice = None
 
-    def choose(self, tensor: Target, step: int) -> Choice:
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
         if step != self._step:
             found = self._at(step)
             if found != self._now or not self._step:
@@ -190,8 +202,4 @@ class _Scheduled(Chooser):
         return self._now
 
     def explain(self) -> list[str]:
-        return [f"By schedule, tensors now travel {_words(self._now)}."]
-
-
-def _words(choice: Choice) -> str:
-    return "as they are" if choice is None else f"with {choice}"
+        return [f"By schedule, tensors are now sent {how(self._now)}."]

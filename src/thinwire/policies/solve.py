@@ -2,20 +2,29 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.compressors import Compressor, Joint, parse
+from thinwire import check
+from thinwire.compressors import Compressor, LocalCompressor
 from thinwire.kernels import Key
-from thinwire.policies import check
-from thinwire.policies.base import Choice, Chooser, Measured, Policy, Setting, Target
+from thinwire.policies.base import (
+    Choice,
+    Chooser,
+    Measured,
+    Policy,
+    PolicyContext,
+    TensorInfo,
+    how,
+    inner_compressor,
+)
 from thinwire.policies.ladder import knob, near
 from thinwire.policies.layerwise import by_choice
-from thinwire.spec import split
+from thinwire.spec import read_list
 
 GRAIN = 2000  # parts that the error budget is divided in
 FIRST = 3  # steps before profiling: residuals begin at nothing
@@ -37,7 +46,8 @@ class Solve(Policy):
         uniform: the setting to be as good as.
         error_budget: the error allowed, in that of `uniform`.
         steps: of profiling.
-        candidates: compressors, separated by ";"; by default `uniform` at other ratios or bits.
+        candidates: compressors or their specs; by default `uniform` at other ratios or bits. In a
+            spec, ``(onebit; quantize:8)``.
 
     Example:
         >>> import thinwire as tw
@@ -47,26 +57,27 @@ class Solve(Policy):
     Reference: Alimohammadi et al., L-GreCo: Layerwise-Adaptive Gradient Compression, 2022.
     """
 
-    uniform: Compressor
+    uniform: LocalCompressor
     error_budget: float = 1.0
     steps: int = 20
-    candidates: str = ""
+    candidates: tuple[LocalCompressor, ...] = ()
     name: ClassVar[str] = "solve"
 
     def __post_init__(self) -> None:
-        uniform = check.compressor("Solve", self.uniform, "uniform")
-        if isinstance(uniform, Joint):
-            raise ValueError(f"Solve: uniform must be a compressor with a payload, got {uniform}")
-        object.__setattr__(self, "uniform", uniform)
+        object.__setattr__(self, "uniform", _with_payload(self.uniform, "uniform"))
         check.positive("Solve", "error_budget", self.error_budget)
         check.steps("Solve", "steps", self.steps)
+        given: Any = self.candidates
+        if isinstance(given, str):
+            given = read_list(given, Compressor)
+        found = tuple(_with_payload(each, "candidates") for each in given)
+        object.__setattr__(self, "candidates", found)
         self.choices()
 
-    def choices(self) -> tuple[Compressor, ...]:
+    def choices(self) -> tuple[LocalCompressor, ...]:
         """The candidates, `uniform` among them."""
         if self.candidates:
-            given = [parse(text) for text in split(self.candidates, ";") if text]
-            return tuple(dict.fromkeys([self.uniform, *given]))
+            return tuple(dict.fromkeys([self.uniform, *self.candidates]))
         found = knob(self.uniform)
         if found is None:
             raise ValueError(f"Solve: {self.uniform} has no strength to vary: name candidates")
@@ -84,17 +95,17 @@ class Solve(Policy):
     def compressors(self) -> tuple[Compressor, ...]:
         return self.choices()
 
-    def begin(self, setting: Setting) -> Chooser:
-        return Solving(self, setting)
+    def begin(self, context: PolicyContext) -> Chooser:
+        return Solving(self, context)
 
 
 class Solving(Chooser):
     """Profiling, then what came out of it."""
 
-    def __init__(self, policy: Solve, setting: Setting) -> None:
-        self._policy, self._journal = policy, setting.journal
+    def __init__(self, policy: Solve, context: PolicyContext) -> None:
+        self._policy, self._journal = policy, context.journal
         self._choices = policy.choices()
-        self._tensors = list(setting.tensors)
+        self._tensors = list(context.tensors)
         self._place = {tensor.name: i for i, tensor in enumerate(self._tensors)}
         shape = (len(self._tensors), len(self._choices), 2)  # error and bytes
         self._own: Array = np.zeros(shape)
@@ -102,7 +113,7 @@ class Solving(Chooser):
         self._chosen: list[int] | None = None
         self.num_reports = self._own.size
 
-    def choose(self, tensor: Target, step: int) -> Choice:
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
         if self._chosen is None:
             return self._policy.uniform
         return self._choices[self._chosen[self._place[tensor.name]]]
@@ -114,7 +125,7 @@ class Solving(Chooser):
     def due(self, step: int) -> bool:
         return self.watches(step)
 
-    def watch(self, tensor: Target, x: Tensor, residual: Tensor | None) -> None:
+    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
         at = self._place[tensor.name]
         values = x.float() if residual is None else x + residual
         # Some scale what they send where nothing is remembered.
@@ -151,8 +162,8 @@ class Solving(Chooser):
 
     def explain(self) -> list[str]:
         if self._chosen is None:
-            return [f"Profiling: all tensors travel with {self._policy.uniform}."]
-        found = [str(self._choices[i]) for i in self._chosen]
+            return [f"Profiling: all tensors are sent with {self._policy.uniform}."]
+        found = [how(self._choices[i]) for i in self._chosen]
         return by_choice({t.name: w for t, w in zip(self._tensors, found, strict=True)})
 
     def state(self) -> list[float]:
@@ -164,6 +175,13 @@ class Solving(Chooser):
         chosen = [int(number) for number in state[:count]]
         self._chosen = None if not chosen or chosen[0] < 0 else chosen
         self._all = np.array(state[count:]).reshape(self._all.shape)
+
+
+def _with_payload(given: Any, field: str) -> LocalCompressor:
+    compressor = inner_compressor("Solve", given, field)
+    if not isinstance(compressor, LocalCompressor):
+        raise ValueError(f"Solve: {field} must be a compressor with a payload, got {compressor}")
+    return compressor
 
 
 def solve(errors: Array, sizes: Array, budget: float) -> list[int]:

@@ -15,7 +15,7 @@ from thinwire.collectives.channel import process_group
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.nodes import NodeLayout
 from thinwire.collectives.options import Options
-from thinwire.compressors import Compressor, Joint, NoCompression, compressor_of
+from thinwire.compressors import Compressor, JointCompressor, NoCompression, compressor_of
 from thinwire.compressors.base import FLOATS
 from thinwire.feedback import (
     DGC,
@@ -25,8 +25,8 @@ from thinwire.feedback import (
     NoFeedback,
     Vote,
     feedback_for,
-    parse_feedback,
 )
+from thinwire.feedback import parse as parse_feedback
 from thinwire.feedback.base import Workspace
 from thinwire.feedback.state import ScratchBuffers
 from thinwire.kernels import Key
@@ -59,7 +59,9 @@ class UnitReducer:
         self.compressor = compressor_of(compressor)
         self._auto = isinstance(feedback, str) and feedback.strip().lower() == "auto"
         if self._auto:
-            natural = self.compressor.feedback if isinstance(self.compressor, Joint) else "ef14"
+            natural = (
+                self.compressor.feedback if isinstance(self.compressor, JointCompressor) else "ef14"
+            )
             self.feedback: Feedback = parse_feedback(natural)
         else:
             self.feedback = feedback if isinstance(feedback, Feedback) else parse_feedback(feedback)
@@ -107,7 +109,7 @@ class UnitReducer:
         options = self._options_for(units, compressor)
         exchange = UnitExchange(updates, feedback, compressor, options, key, driver, recalled)
         handle = exchange.start(async_op=True)
-        if isinstance(compressor, Joint):
+        if isinstance(compressor, JointCompressor):
             self._last_joint = handle
         self.counts[names[0]] = (count + 1) % (1 << 32)
         for each in updates:
@@ -143,7 +145,7 @@ class UnitReducer:
 
     def _recalled_by(self, units: Sequence[Unit], compressor: Compressor) -> Recalled | None:
         """Where a joint compressor finds again what it wants to."""
-        if not isinstance(compressor, Joint):
+        if not isinstance(compressor, JointCompressor):
             return None
         for unit in units:
             if len(unit.names) > 1:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from thinwire.bench.eager.contract import Eager, Parts, generator
 from thinwire.compressors import Bernoulli, RandomK, Threshold, TopK
-from thinwire.compressors.sparsifier import kept
+from thinwire.compressors.sparsifiers import kept
 
 
 def top_k(compressor: TopK) -> Eager:
