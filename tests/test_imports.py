@@ -20,7 +20,7 @@ ROOMS = (
     *("compare", "report", "bench", FACE, "cli"),
     "__main__",
 )
-LEAVES = frozenset({"errors", "machine", "spec", "telemetry"})
+LEAVES = frozenset({"errors", "formatting", "machine", "spec", "telemetry"})
 MAY_TALK = frozenset(ROOMS[ROOMS.index("collectives") :]) - {FACE}
 
 
