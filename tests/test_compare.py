@@ -488,7 +488,7 @@ for step in range(6):
     print("unfinished line", end="")
 tw.track(90.0, "score, $")
 if how == "attach":
-    print(wire.stats().step, type(wire).__name__)
+    print(wire.stats()["step"], type(wire).__name__)
 dist.destroy_process_group()
 """
 
