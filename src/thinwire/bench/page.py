@@ -9,11 +9,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from thinwire.bench.columns import COLUMNS, LEGEND, machine_line, parts, title_of
 from thinwire.bench.plot import WIDTH, draw_speed, draw_trade, height_of
 from thinwire.bench.result import Group, Report
 from thinwire.report.figure import Finish, new_figure, settle, share_glyphs, svg
-from thinwire.report.style import page
+from thinwire.report.template import environment
 
 
 def write_page(report: Report, path: Path) -> None:
@@ -29,7 +31,9 @@ def write_page(report: Report, path: Path) -> None:
 <dl>
 {legend}</dl>
 """
-    path.write_text(share_glyphs(page(title, body)), encoding="utf-8")
+    whole = '{% extends "page.html.j2" %}{% block body %}{{ body }}{% endblock %}'
+    html = environment().from_string(whole).render(title=title, body=Markup(body))
+    path.write_text(share_glyphs(html), encoding="utf-8")
 
 
 def _section(group: Group) -> str:

@@ -45,7 +45,7 @@ def _optimizers() -> list[tuple[str, str, str]]:
     from thinwire.compare.method import OPTIMIZERS, read
 
     return [
-        (name, f"tw.optim.{kind}: {read(name).compressor}, twoshot",
+        (name, f"tw.optim.{kind}: {read(name).policy}, twoshot",
          (getattr(optim, kind).__doc__ or "").partition("\n")[0])
         for name, (kind, _) in OPTIMIZERS.items()
     ]  # fmt: skip

@@ -26,10 +26,10 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from thinwire.errors import MissingExtraError
-    from thinwire.report import read, write
+    from thinwire.report import read_document, write
 
     try:
-        page, *_ = write(read(arguments.data), arguments.out or arguments.data.parent)
+        page, *_ = write(read_document(arguments.data), arguments.out or arguments.data.parent)
     except (OSError, ValueError, MissingExtraError) as error:
         return complain("report", error)
     print(f"wrote {page}", file=sys.stderr)

@@ -1,19 +1,24 @@
 """The methods that can be compared, by name.
 
-ddp                    DistributedDataParallel as it is
+ddp                    DistributedDataParallel, uncompressed
 torch:fp16, :bf16      PyTorch's own hooks
 torch:powersgd[:RANK]
 COMPRESSOR[+FEEDBACK]  thinwire, as in "topk:0.01|quantize:4+ef14"; without a feedback "auto"
 POLICY[+FEEDBACK]      thinwire, as in "auto" or "warmup:50,(topk:0.01)+ef14"
 onebit-adam, onebit-lamb, zero-one-adam
                        optimizers of thinwire that exchange by themselves
-script                 a user's script just as it is written
+script                 a user's script, unchanged
 """
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from thinwire.compare.settings import SettingError
+from thinwire.compare.settings import ComparisonSettingError
+
+if TYPE_CHECKING:
+    from thinwire.feedback import Feedback
+    from thinwire.policies.base import Policy
 
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
 _ARGUMENT = re.compile(rf"({_NUMBER}|\(.*\))(\+.*)?|true|false|none|[^:|+(]*=.*", re.IGNORECASE)
@@ -21,7 +26,7 @@ _TITLES = {
     "ddp": "plain DDP, fp32",
     "torch:fp16": "torch's fp16 hook",
     "torch:bf16": "torch's bf16 hook",
-    "script": "the script as it is",
+    "script": "the script, unchanged",
 }
 
 
@@ -33,7 +38,7 @@ class Method:
         name: as users write it.
         title: as people read it.
         kind: "torch", "thinwire", "optimizer" or "script".
-        compressor, feedback: of thinwire's own.
+        policy, feedback: of thinwire's own; a compressor alone is a policy that never changes.
         rank: of PyTorch's PowerSGD.
         named: whether it goes to `attach` by its name.
     """
@@ -41,10 +46,39 @@ class Method:
     name: str
     title: str
     kind: str
-    compressor: str = ""
-    feedback: str = ""
+    policy: "Policy | None" = None
+    feedback: "Feedback | None" = None
     rank: int = 0
     named: bool = False
+
+
+def to_json(method: Method) -> dict[str, Any]:
+    """A method for another process, in plain types; `from_json` makes an equal one of it."""
+    from thinwire import spec
+
+    return {
+        "name": method.name,
+        "title": method.title,
+        "kind": method.kind,
+        "policy": None if method.policy is None else spec.to_json(method.policy),
+        "feedback": None if method.feedback is None else spec.to_json(method.feedback),
+        "rank": method.rank,
+        "named": method.named,
+    }
+
+
+def from_json(found: dict[str, Any]) -> Method:
+    """The method that `to_json` described. Raises ValueError if it cannot be read."""
+    import thinwire.feedback
+    import thinwire.policies  # noqa: F401, their kinds are known to `spec` then
+    from thinwire import spec
+
+    policy, feedback = found["policy"], found["feedback"]
+    parts = {
+        "policy": None if policy is None else spec.from_json(policy),
+        "feedback": None if feedback is None else spec.from_json(feedback),
+    }
+    return Method(**{**found, **parts})
 
 
 # The optimizers by name: class, and title.
@@ -73,19 +107,38 @@ def split(text: str) -> list[str]:
             elif part:
                 methods.append(part)
     except ValueError as error:
-        raise SettingError(f"--with: {error}") from None
+        raise ComparisonSettingError(f"--with: {error}") from None
     return methods
 
 
 def read(text: str) -> Method:
-    """The method of that name. Raises SettingError that says what is known."""
+    """The method of that name. Raises ComparisonSettingError that says what is known."""
+    method = _read(text)
+    try:
+        back = from_json(to_json(method))
+    except (TypeError, ValueError, OSError) as error:
+        raise ComparisonSettingError(_unreadable(text, str(error))) from None
+    if back != method:
+        raise ComparisonSettingError(_unreadable(text, f"it reads as {back.name!r}"))
+    return method
+
+
+def _unreadable(text: str, why: str) -> str:
+    return (
+        f"{text!r} cannot be compared: its description cannot be read back by the processes that "
+        f"train with it ({why})"
+    )
+
+
+def _read(text: str) -> Method:
     name = text.strip().lower()
     if name in _TITLES:
         return Method(name, _TITLES[name], "script" if name == "script" else "torch")
     if name in OPTIMIZERS:
         from thinwire.optim.base import ONE_BIT
+        from thinwire.policies.base import Fixed
 
-        return Method(name, OPTIMIZERS[name][1], "optimizer", str(ONE_BIT))
+        return Method(name, OPTIMIZERS[name][1], "optimizer", Fixed(ONE_BIT))
     if name.startswith("torch:"):
         return _powersgd(name)
     from thinwire.methods import method_of
@@ -93,11 +146,11 @@ def read(text: str) -> Method:
     try:
         method = method_of(name)
     except ValueError as error:
-        raise SettingError(f"{text!r}: {error}") from None
+        raise ComparisonSettingError(f"{text!r}: {error}") from None
     if method is not None:
         recipe = method.recipe()
-        made, remembered = str(recipe.compressor), str(recipe.feedback)
-        return Method(recipe.name, recipe.name, "thinwire", made, remembered, named=True)
+        made = recipe.policy, recipe.feedback
+        return Method(recipe.name, recipe.name, "thinwire", *made, named=True)
     from thinwire.feedback import feedback_for
     from thinwire.policies.base import POLICIES, policy_of
 
@@ -105,16 +158,16 @@ def read(text: str) -> Method:
     parts = _at_plus(text.strip() if POLICIES.knows(name) else name)
     compressor, *feedback = parts
     if len(feedback) > 1:
-        raise SettingError(f"{text!r}: a method is COMPRESSOR or COMPRESSOR+FEEDBACK")
+        raise ComparisonSettingError(f"{text!r}: a method is COMPRESSOR or COMPRESSOR+FEEDBACK")
 
     try:
         chosen = policy_of(compressor)
         remembering = feedback_for(chosen.main, feedback[0] if feedback else "auto")
     except (TypeError, ValueError) as error:
         known = "ddp, torch:fp16, torch:bf16, torch:powersgd, COMPRESSOR or POLICY[+FEEDBACK]"
-        raise SettingError(f"{text!r} is no method ({known}): {error}") from None
+        raise ComparisonSettingError(f"{text!r} is no method ({known}): {error}") from None
     name = str(chosen) if remembering.name == "none" else f"{chosen}+{remembering}"
-    return Method(name, name, "thinwire", str(chosen), str(remembering))
+    return Method(name, name, "thinwire", chosen, remembering)
 
 
 def _at_plus(text: str) -> list[str]:
@@ -124,7 +177,7 @@ def _at_plus(text: str) -> list[str]:
     try:
         first, *others = split_at(text, "+")
     except ValueError as error:
-        raise SettingError(f"{text!r}: {error}") from None
+        raise ComparisonSettingError(f"{text!r}: {error}") from None
     parts = [first]
     for other in others:
         if other[:1].isalpha():
@@ -138,6 +191,6 @@ def _powersgd(name: str) -> Method:
     match = re.fullmatch(r"torch:powersgd(?::(\d+))?", name)
     if match is None or match[1] == "0":
         hooks = "torch:fp16, torch:bf16, torch:powersgd, torch:powersgd:RANK"
-        raise SettingError(f"unknown hook {name!r}, known: {hooks}")
+        raise ComparisonSettingError(f"unknown hook {name!r}, known: {hooks}")
     rank = int(match[1] or 2)
     return Method(name, f"torch's PowerSGD hook, rank {rank}, one bucket", "torch", rank=rank)

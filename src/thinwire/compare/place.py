@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Protocol
 
-from thinwire.compare.settings import Settings
+from thinwire.compare.settings import ComparisonSettings
 from thinwire.lab import HostFailedError, Lab, Result
 from thinwire.lab.run import OnLine
 
@@ -32,7 +32,7 @@ class Place(Protocol):
 
 
 @contextlib.contextmanager
-def opened(settings: Settings, links: Sequence[str], projected: bool) -> Iterator[Place]:
+def opened(settings: ComparisonSettings, links: Sequence[str], projected: bool) -> Iterator[Place]:
     """Hosts with these links, while the block lasts."""
     if projected:
         yield Loopback(settings.hosts)
