@@ -24,13 +24,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Target, conclude, in_lab, run_ranks
+from harness import Target, conclude, run_ranks
 from rich.console import Console
 from rich.table import Table
 
 from thinwire.compare.progress import shown
 from thinwire.compare.run import Comparison
 from thinwire.compare.settings import Settings
+from thinwire.lab import Lab
 
 PLAIN = (
     *("powersgd:2", "powersgd:4", "arc:0.05", "arc:0.2", "randomk:0.05,shared=true"),
@@ -223,7 +224,7 @@ def cost(options: argparse.Namespace, console: Console) -> int:
                 rows.append(row)
             status.update(f"round {row['turn'] + 1} of {options.rounds}: {row['method']}")
 
-        run_ranks(in_lab(options.ranks, options.link, 3600), __file__, job, on_row)
+        run_ranks(Lab(options.ranks, options.link), __file__, job, on_row, limit=3600)
     table = Table(title=f"a step of {options.model}, {options.ranks} hosts, {options.link}")
     for column in ("method", "collective", "ms", "lowest", "highest", "of DDP's"):
         left = column in ("method", "collective")

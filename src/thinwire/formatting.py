@@ -174,7 +174,7 @@ def one_line(text: object) -> str:
 # Tables
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """One column of a table."""
 
     title: str
@@ -184,7 +184,7 @@ class Column(NamedTuple):
 
 
 def table(
-    columns: Sequence[Column | str], rows: Iterable[Sequence[str]], title: str = ""
+    columns: Sequence[TableColumn | str], rows: Iterable[Sequence[str]], title: str = ""
 ) -> "Table":
     """A table of text: a line below the headings and none around it; no markup is read.
 
@@ -205,7 +205,7 @@ def table(
     )
     for column in columns:
         if isinstance(column, str):
-            column = Column(column)
+            column = TableColumn(column)
         found.add_column(
             Text(column.title),
             justify="right" if column.right else "left",

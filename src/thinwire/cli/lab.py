@@ -105,7 +105,6 @@ def _add_run(verbs: "argparse._SubParsersAction[Parser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     from thinwire.errors import MissingExtraError
     from thinwire.lab import HostFailedError, Lab, LabError, RunTimeoutError
-    from thinwire.lab.results import ending
 
     try:
         command = _command(arguments.command)
@@ -128,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
                     on_line=_line_writer(tags=not arguments.no_tags),
                 )
     except HostFailedError as error:
-        print(f"thinwire lab run: {ending(error.results[error.host])}", file=sys.stderr)
+        print(f"thinwire lab run: {error.results[error.host].ending}", file=sys.stderr)
         code = error.exit_code
         return code if code > 0 else _SIGNALLED - code
     except RunTimeoutError as error:

@@ -12,9 +12,9 @@ from thinwire.compare.analysis import document_of
 from thinwire.compare.events import heard
 from thinwire.compare.failure import reason
 from thinwire.compare.method import Method, read
-from thinwire.compare.place import Place, opened
+from thinwire.compare.place import cluster_of
 from thinwire.compare.settings import SWEEP_STEPS, SettingError, Settings
-from thinwire.lab import HostFailedError, parse_rate, why_not
+from thinwire.lab import Cluster, HostFailedError, parse_rate, why_not
 from thinwire.machine import busy
 
 _LEAST_PATIENCE, _SCRIPT_PATIENCE = 30.0, 300.0  # seconds
@@ -72,12 +72,12 @@ class Comparison:
         jobs = [Job(method, seed) for seed in settings.seeds for method in self.methods]
         interrupted = False
         try:
-            with opened(settings, settings.links, self.projected) as place:
-                self._train(place, jobs)
+            with cluster_of(settings, settings.links, self.projected) as cluster:
+                self._train(cluster, jobs)
             for link in settings.sweep:
                 self._watcher.said(f"the time of a step at {link}")
-                with opened(settings, [link] * settings.hosts, self.projected) as place:
-                    self._probe(place, link)
+                with cluster_of(settings, [link] * settings.hosts, self.projected) as cluster:
+                    self._probe(cluster, link)
         except KeyboardInterrupt:
             interrupted = True
             self.notes.append("interrupted: this is what was done until then")
@@ -107,16 +107,16 @@ class Comparison:
             for method in self.methods:
                 warm_up(method)
 
-    def _train(self, place: Place, jobs: list[Job]) -> None:
+    def _train(self, cluster: Cluster, jobs: list[Job]) -> None:
         if self.settings.script is not None:
             for job in jobs:
                 if self.outcomes[job.method.name].error is None:
-                    self._run_script(place, job)
+                    self._run_script(cluster, job)
             return
         while jobs:
-            jobs = self._run_jobs(place, jobs, None, self._keep_run)
+            jobs = self._run_jobs(cluster, jobs, None, self._keep_run)
 
-    def _probe(self, place: Place, link: str) -> None:
+    def _probe(self, cluster: Cluster, link: str) -> None:
         jobs = [
             Job(method, self.settings.seeds[0])
             for method in self.methods
@@ -127,7 +127,7 @@ class Comparison:
             self.outcomes[job.method.name].sweep[link] = ranks
 
         while jobs:
-            jobs = self._run_jobs(place, jobs, SWEEP_STEPS, keep)
+            jobs = self._run_jobs(cluster, jobs, SWEEP_STEPS, keep)
 
     def _keep_run(self, job: Job, ranks: list[dict[str, Any]]) -> None:
         self.outcomes[job.method.name].runs[job.seed] = ranks
@@ -135,7 +135,7 @@ class Comparison:
 
     def _run_jobs(
         self,
-        place: Place,
+        cluster: Cluster,
         jobs: list[Job],
         probe: int | None,
         keep: Callable[[Job, list[dict[str, Any]]], None],
@@ -163,7 +163,7 @@ class Comparison:
             path.write_text(json.dumps(plan), encoding="utf-8")
             argv = [sys.executable, "-m", "thinwire.compare.rank", str(path)]
             try:
-                place.run(argv, on_line=follower.on_line)
+                cluster.run(argv, on_line=follower.on_line)
             except HostFailedError as error:
                 return self._left(follower, error)
         return []
@@ -181,7 +181,7 @@ class Comparison:
             if job not in follower.done and self.outcomes[job.method.name].error is None
         ]
 
-    def _run_script(self, place: Place, job: Job) -> None:
+    def _run_script(self, cluster: Cluster, job: Job) -> None:
         settings = self.settings
         follower = _Follower([job], settings.hosts, self._watcher, self._keep_run)
         plan = json.dumps(
@@ -195,7 +195,7 @@ class Comparison:
         words = [str(settings.script), *settings.arguments]
         argv = [sys.executable, "-m", "thinwire.compare.script", plan, *words]
         try:
-            place.run(argv, env={"THINWIRE_SEED": str(job.seed)}, on_line=follower.on_line)
+            cluster.run(argv, env={"THINWIRE_SEED": str(job.seed)}, on_line=follower.on_line)
         except HostFailedError as error:
             self._fail(job, reason(error, self._patience()))
             return

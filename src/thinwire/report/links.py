@@ -3,7 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
-from thinwire.lab.rate import parse_rate
+from thinwire.lab import parse_rate
 from thinwire.report.figure import log_axis, style_axes
 from thinwire.report.picture import Picture, add_legend, legend_rows, looks
 from thinwire.report.words import digits, listing, rate, times

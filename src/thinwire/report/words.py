@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from datetime import datetime
 
-from thinwire.lab.rate import parse_rate
+from thinwire.lab import parse_rate
 
 NOTHING = "–"  # noqa: RUF001  (an en dash, as in tables of print)
 
