@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from browser import CHROMIUM, measure
 
-from thinwire import MissingExtraError, report
+from thinwire import report
+from thinwire.errors import MissingExtraError
 from thinwire.report.figure import new_figure
 from thinwire.report.layers import _prefix
 from thinwire.report.links import where_it_pays
