@@ -1,6 +1,7 @@
 """What the benchmarks with several ranks share: running ranks, targets, records."""
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,8 +25,14 @@ class Target(NamedTuple):
     met: bool
 
     @classmethod
-    def at_most(cls, what: str, figure: float, bound: float) -> "Target":
-        return cls(what, figure, f"<= {bound:g}", figure <= bound)
+    def at_most(cls, what: str, figure: float | None, bound: float) -> "Target":
+        value = math.nan if figure is None else figure  # not measured: missed
+        return cls(what, value, f"<= {bound:g}", value <= bound)
+
+    @classmethod
+    def at_least(cls, what: str, figure: float | None, bound: float) -> "Target":
+        value = math.nan if figure is None else figure
+        return cls(what, value, f">= {bound:g}", value >= bound)
 
 
 def run_ranks(

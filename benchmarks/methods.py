@@ -138,7 +138,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
     """The metric against bytes, means over seeds; a panel for each study."""
-    from thinwire.bench.labels import place
+    from thinwire.bench.picture import place_labels
     from thinwire.report.figure import INK, new_figure, settle
 
     figure = new_figure(9.0, 5.5 * len(panels))
@@ -166,7 +166,7 @@ def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
         axes.legend(frameon=False, fontsize=8)
         labels.append((axes, points, names))
     figure.suptitle("Accuracy against bytes, four ranks, means of three seeds")
-    settle(figure, [lambda each=each: place(*each, INK) for each in labels])
+    settle(figure, [lambda each=each: place_labels(*each, INK) for each in labels])
     figure.savefig(path, format="png", facecolor="white")
 
 

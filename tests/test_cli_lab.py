@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_cli import ENVIRONMENT, PROBE, SRC, python
+from test_cli import ENVIRONMENT
 from test_lab import (
     NOBODY,
     new_mark,
@@ -45,13 +45,6 @@ def start(*arguments, **options):
 
 
 # Arguments
-
-
-@pytest.mark.parametrize("arguments", [["lab"], ["lab", "run", "--help"], ["lab", "clean", "-h"]])
-def test_help_imports_nothing_heavy(arguments):
-    done = python("-c", PROBE, str(SRC / "thinwire"), *arguments)
-    assert done.stderr == "0 []\n"
-    assert "thinwire lab" in done.stdout
 
 
 # Arguments of `lab run` that cannot work, and a word of what must be said of them.

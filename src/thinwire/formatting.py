@@ -245,10 +245,10 @@ def text_of(found: "Table", width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
-def console(file: IO[str] | None = None) -> "Console":
-    """Standard output, or another file, as rich sees it: a terminal's own width, else `WIDTH`."""
+def console(file: IO[str] | None = None, width: int = WIDTH) -> "Console":
+    """Standard output, or another file, as rich sees it; `width` is that of a pipe or a file."""
     from rich.console import Console
 
     file = sys.stdout if file is None else file
     known = file.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(file=file, width=None if known else WIDTH, highlight=False)
+    return Console(file=file, width=None if known else width, highlight=False)
