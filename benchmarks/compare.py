@@ -9,19 +9,17 @@ about 35 minutes with its defaults, most of them for plain DDP.
 """
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 from harness import Target, show_targets
 from rich.console import Console
 
-from thinwire.compare.progress import shown
-from thinwire.compare.run import Comparison
-from thinwire.compare.settings import Settings
+from thinwire.compare.document import Document
+from thinwire.compare.run import Comparison, shown
+from thinwire.compare.settings import ComparisonSettings
 from thinwire.compare.table import print_document
 
 METHODS = (
@@ -31,19 +29,13 @@ METHODS = (
 CLOSE = 0.005  # of the baseline's metric
 
 
-def targets_of(document: dict[str, Any]) -> list[Target]:
-    methods = {method["name"]: method for method in document["methods"] if method["summary"]}
-    ours = {name: m for name, m in methods.items() if m["kind"] == "thinwire"}
-    base = methods["ddp"]
-    share = statistics.fmean(
-        run["split"]["network"] / sum(run["split"].values()) for run in base["runs"]
-    )
+def targets_of(document: Document) -> list[Target]:
+    results = {method.name: method for method in document.methods}
+    summaries = {name: m.summary for name, m in results.items() if m.summary is not None}
+    ours = [name for name in summaries if results[name].kind == "thinwire"]
+    share = statistics.fmean(r.split.network / r.split.whole for r in results["ddp"].runs)
     targets = [Target("DDP's share of a step on the network", share, ">= 0.9", share >= 0.9)]
-    times = {
-        name: m["summary"]["to_target"]["seconds"]
-        for name, m in methods.items()
-        if m["summary"]["to_target"]
-    }
+    times = {name: s.to_target.seconds for name, s in summaries.items() if s.to_target}
     reached = {name: times[name] for name in ours if name in times}
     if reached and "ddp" in times:
         best = min(reached, key=reached.__getitem__)
@@ -52,18 +44,16 @@ def targets_of(document: dict[str, Any]) -> list[Target]:
                 gain = times[rival] / times[best]
                 what = f"{best}: times sooner at DDP's final loss than {rival}"
                 targets.append(Target(what, gain, f">= {bound:g}", gain >= bound))
-    sign = 1 if document["settings"]["higher_is_better"] else -1
-    dense = base["summary"]["final_metric"]["mean"]
-    lost = {
-        name: sign * (dense - m["summary"]["final_metric"]["mean"]) / dense
-        for name, m in ours.items()
-    }
-    close = sum(value <= CLOSE for value in lost.values())
+    sign = 1 if document.settings.higher_is_better else -1
+    metrics = {name: s.final_metric.mean for name, s in summaries.items() if s.final_metric}
+    lost = [sign * (1 - metrics[name] / metrics["ddp"]) for name in ours]
+    close = sum(value <= CLOSE for value in lost)
     targets.append(
         Target("methods that lose at most 0.5 % of the metric", close, ">= 3", close >= 3)
     )
-    for name, method in ours.items():
-        off = max(abs(r["bytes_counted"] / r["bytes_reported"] - 1) for r in method["runs"])
+    for name in ours:
+        runs = [run for run in results[name].runs if run.bytes_reported]
+        off = max(abs(run.bytes_counted / run.bytes_reported - 1) for run in runs)
         targets.append(Target.at_most(f"{name}: bytes counted against reported", off, 0.05))
     return targets
 
@@ -79,7 +69,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the document here")
     options = parser.parse_args()
     console = Console(width=120)
-    settings = Settings(
+    settings = ComparisonSettings(
         workload=options.workload,
         methods=METHODS,
         hosts=options.hosts,
@@ -95,9 +85,9 @@ def main() -> int:
     print_document(document, console)
     targets = targets_of(document)
     show_targets(console, targets)
-    document["targets"] = [target._asdict() for target in targets]
     if options.out:
-        options.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        record = document.model_copy(update={"targets": [target._asdict() for target in targets]})
+        options.out.write_text(record.to_json())
         console.print(f"written: {options.out}")
     return 0
 

@@ -102,8 +102,8 @@ def add_torch_hook(model: Any, name: str) -> None:
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook, quantization_hooks
 
-    from thinwire.compare.hooks import equip
     from thinwire.compare.method import read
+    from thinwire.compare.training import equip
 
     if name == "batched powersgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2)

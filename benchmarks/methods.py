@@ -28,9 +28,9 @@ from harness import Target, conclude, run_ranks
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.compare.progress import shown
-from thinwire.compare.run import Comparison
-from thinwire.compare.settings import Settings
+from thinwire.compare.document import Document
+from thinwire.compare.run import Comparison, shown
+from thinwire.compare.settings import ComparisonSettings
 from thinwire.lab import Lab
 
 PLAIN = (
@@ -62,9 +62,9 @@ COST = (  # method, collective
 )
 
 
-def compare(options: argparse.Namespace, workload: str, methods: tuple[str, ...]) -> dict[str, Any]:
+def compare(options: argparse.Namespace, workload: str, methods: tuple[str, ...]) -> Document:
     steps = options.steps
-    settings = Settings(
+    settings = ComparisonSettings(
         workload=workload,
         methods=tuple(method.format(epoch=max(1, (steps or 300) // 15)) for method in methods),
         baselines=("ddp",),
@@ -80,27 +80,27 @@ def compare(options: argparse.Namespace, workload: str, methods: tuple[str, ...]
         return comparison.run(watcher, shlex.join(["python", *sys.argv]))
 
 
-def rows_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(document: Document) -> list[dict[str, Any]]:
     """What a method came to: its metric of each seed, and the megabytes that a rank sent in a step.
 
     Bytes are those that thinwire reports (counters of a loopback count what others do, too), and
     for plain DDP those of a ring all-reduce.
     """
-    settings = document["settings"]
-    size = settings["hosts"]
-    dense = 2 * (size - 1) / size * 4 * settings["parameters"]
+    settings = document.settings
+    size = settings.hosts
+    dense = 2 * (size - 1) / size * 4 * settings.parameters
     rows = []
-    for method in document["methods"]:
-        runs = method["runs"]
-        sent = [run["bytes_reported"] / run["steps"] for run in runs if run["bytes_reported"]]
+    for method in document.methods:
+        runs = method.runs
+        sent = [run.bytes_reported / run.steps for run in runs if run.bytes_reported]
         rows.append(
             {
-                "workload": settings["workload"],
-                "unit": settings["metric"],
-                "method": method["name"],
-                "metric": [run["final_metric"] for run in runs],
+                "workload": settings.workload,
+                "unit": settings.metric,
+                "method": method.name,
+                "metric": [run.final_metric for run in runs],
                 "megabytes_a_step": (sum(sent) / len(sent) if sent else dense) / 1e6,
-                "step_ms": [1e3 * run["step_seconds"] for run in runs],
+                "step_ms": [1e3 * run.step_seconds for run in runs],
             }
         )
     return rows
@@ -176,8 +176,8 @@ def rank_main(job: dict[str, Any]) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from thinwire.compare.hooks import ddp_options, equip, warm_up
     from thinwire.compare.method import read
+    from thinwire.compare.training import ddp_options, equip, warm_up
     from thinwire.workloads import workload
 
     torch.set_num_threads(1)

@@ -4,6 +4,8 @@ import math
 import random
 from typing import Any
 
+from thinwire.compare.document import Document, DocumentSettings, MethodResult, TrainingRun
+
 PARTS = ("compute", "encode", "network", "decode")
 
 
@@ -12,58 +14,55 @@ def method(
     *,
     title: str | None = None,
     seconds: tuple[float, float, float, float] = (0.05, 0.01, 0.1, 0.005),  # compute to decode
-    megabytes: float = 0.1,  # a step
+    megabytes: float = 0.1,  # per step
     final: float = 87.0,
     seeds: int = 3,
     steps: int = 100,
     tensors: int = 8,
     ratio: float = 40.0,
-) -> dict[str, Any]:
+) -> MethodResult:
     """A method that went well: losses fall to about 0.5, the metric rises to `final`."""
     runs = [_run(name, s, seconds, megabytes, final, steps, tensors, ratio) for s in range(seeds)]
-    metrics = [run["final_metric"] for run in runs]
-    losses = [run["final_loss"] for run in runs]
+    metrics = [run.final_metric for run in runs]
+    losses = [run.final_loss for run in runs]
     step = sum(seconds)
-    return {
-        "name": name,
-        "title": title or name,
-        "kind": "thinwire",
-        "error": None,
-        "diverged": False,
-        "runs": runs,
-        "summary": {
-            "final_metric": _spread(metrics),
-            "final_loss": _spread(losses),
-            "step_seconds": step,
-            "seconds": step * steps,
-            "megabytes_a_step": megabytes,
-            "fewer_bytes": 2.5 / megabytes if megabytes else None,
-            "step_speedup": 0.81 / step,
-            "to_target": {"seconds": 0.9 * step * steps, "speedup": 0.9 / step},
-        },
+    summary = {
+        "final_metric": _spread(metrics),
+        "final_loss": _spread(losses),
+        "step_seconds": step,
+        "seconds": step * steps,
+        "megabytes_a_step": megabytes,
+        "fewer_bytes": 2.5 / megabytes if megabytes else None,
+        "step_speedup": 0.81 / step,
+        "to_target": {"seconds": 0.9 * step * steps, "speedup": 0.9 / step},
     }
+    return MethodResult(
+        name=name, title=title or name, error=None, diverged=False, runs=runs, summary=summary
+    )
 
 
-def failed(name: str, error: str, title: str | None = None) -> dict[str, Any]:
+def failed(name: str, error: str, title: str | None = None) -> MethodResult:
     """A method that never took a step."""
-    empty: dict[str, Any] = {"kind": "torch", "diverged": False, "runs": [], "summary": None}
-    return {"name": name, "title": title or name, "error": error, **empty}
+    return MethodResult(
+        name=name, title=title or name, kind="torch", error=error, diverged=False, runs=[]
+    )
 
 
-def diverged(name: str, **options: Any) -> dict[str, Any]:
+def diverged(name: str, **options: Any) -> MethodResult:
     """A method whose loss grows from a third of the run on, and is not finite at the end."""
-    result = {**method(name, final=10.0, **options), "diverged": True}
-    for run in result["runs"]:
-        steps = len(run["losses"])
+    result = method(name, final=10.0, **options)
+    result.diverged = True
+    for run in result.runs:
+        steps = len(run.losses)
         for i in range(steps // 3, steps):
-            run["losses"][i] = None if i > 2 * steps // 3 else 2 * 1.5 ** min(i - steps // 3, 60)
-    result["summary"]["to_target"] = None
+            run.losses[i] = None if i > 2 * steps // 3 else 2 * 1.5 ** min(i - steps // 3, 60)
+    result.summary.to_target = None
     return result
 
 
-def document(methods: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+def document(methods: list[MethodResult], **settings: Any) -> Document:
     """A whole document; `settings` go over those of a run in the lab."""
-    names = [one["name"] for one in methods if one["runs"]]
+    names = [one.name for one in methods if one.runs]
     given = {
         "workload": "images",
         "metric": "test accuracy, %",
@@ -80,27 +79,26 @@ def document(methods: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
         "seeds": [0, 1, 2],
         "command": "thinwire compare --link 100mbit",
     }
-    return {
-        "schema": "thinwire.compare/1",
-        "date": "2026-11-16T07:00:00+00:00",
-        "machine": {
+    return Document(
+        date="2026-11-16T07:00:00+00:00",
+        machine={
             "cpu": "AMD EPYC 7B13",
             "cores": 2,
             "memory_bytes": 8_342_000_000,
             "system": "Linux 6.1",
         },
-        "versions": {"thinwire": "0.1.0", "torch": "2.9.1", "python": "3.11.7", "commit": None},
-        "notes": ["another process used half of a core during the run"],
-        "settings": {**given, **settings},
-        "baseline": "ddp",
-        "target_loss": 0.52,
-        "methods": methods,
-        "sweep": [
+        versions={"thinwire": "0.1.0", "torch": "2.9.1", "python": "3.11.7", "commit": None},
+        notes=["another process used half of a core during the run"],
+        settings=DocumentSettings(**{**given, **settings}),
+        baseline="ddp",
+        target_loss=0.52,
+        methods=methods,
+        sweep=[
             {"link": link, "step_seconds": {n: _step(n, rate, i) for i, n in enumerate(names)}}
             for link, rate in (("10mbit", 10), ("100mbit", 100), ("1gbit", 1000))
         ],
-        "verdict": "topk:0.01+ef14 reached plain DDP's final loss 9.3x sooner, equally accurate.",
-    }
+        verdict="topk:0.01+ef14 reached plain DDP's final loss 9.3x sooner, equally accurate.",
+    )
 
 
 LONG_ERROR = (
@@ -110,7 +108,7 @@ LONG_ERROR = (
 )
 
 
-def rich(*, steps: int = 100, tensors: int = 8, **settings: Any) -> dict[str, Any]:
+def rich(*, steps: int = 100, tensors: int = 8, **settings: Any) -> Document:
     """Eight methods, one of them failed and one diverged; three seeds; three links."""
     own: dict[str, Any] = {"steps": steps, "tensors": tensors}
     torch = {"steps": steps, "tensors": 0}
@@ -144,7 +142,7 @@ def _run(
     steps: int,
     tensors: int,
     ratio: float,
-) -> dict[str, Any]:
+) -> TrainingRun:
     draw = random.Random(f"{name}{seed}")
     step = sum(seconds)
     losses = [
@@ -153,7 +151,7 @@ def _run(
     ]
     marks = sorted({max(1, round(steps * part / 5)) for part in range(1, 6)})
     ends = final + draw.gauss(0, 0.35)
-    return {
+    values = {
         "seed": seed,
         "steps": steps,
         "losses": losses,
@@ -187,10 +185,11 @@ def _run(
             for i in range(tensors)
         ],
     }
+    return TrainingRun.model_validate(values)
 
 
 def _step(name: str, rate: float, i: int) -> float:
-    """Seconds a step at this many Mbit/s."""
+    """Seconds per step at this many Mbit/s."""
     return 0.05 + 76 / rate if name == "ddp" else 0.05 + 0.02 * i + 40 / rate / 2**i
 
 

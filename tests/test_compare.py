@@ -11,14 +11,14 @@ from pathlib import Path
 
 import comparisons
 import pytest
+from thinwire.compare.failure import reason
+from thinwire.compare.verdict import verdict_of
 
 from thinwire.cli import main
 from thinwire.compare import analysis, counters
-from thinwire.compare.failure import reason
 from thinwire.compare.method import read, split
 from thinwire.compare.run import Comparison
 from thinwire.compare.settings import METHODS, WORKLOAD, SettingError, Settings
-from thinwire.compare.verdict import verdict_of
 from thinwire.lab import HostFailedError, Result
 from thinwire.report import read as read_document
 from thinwire.workloads import workload

@@ -880,8 +880,8 @@ def test_meetings_are_never_further_apart_than_allowed() -> None:
 
 
 def test_comparisons_put_them_in_the_place_of_adam():
-    from thinwire.compare.hooks import optimizer_of, stats_of
     from thinwire.compare.method import OPTIMIZERS, read
+    from thinwire.compare.training import optimizer_of, stats_of
     from thinwire.optim.base import Talking
 
     layer = torch.nn.Linear(3, 2)

@@ -472,8 +472,8 @@ def test_what_is_no_policy_is_refused():
     ],
 )  # fmt: skip
 def test_comparisons_read_policies(text, names):
-    from thinwire.compare.hooks import warm_up
     from thinwire.compare.method import read, split
+    from thinwire.compare.training import warm_up
 
     methods = [read(part) for part in split(text)]
     assert [method.name for method in methods] == names

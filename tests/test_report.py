@@ -1,6 +1,5 @@
 """What a report shows: all of its document, escaped and marked, in a page that stands alone."""
 
-import copy
 import json
 import math
 import re
@@ -9,21 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import comparisons
+import jinja2
 import numpy as np
 import pytest
 from browser import CHROMIUM, measure
 
 from thinwire import report
+from thinwire.compare.document import Document, StepSplit, SweepEntry
 from thinwire.errors import MissingExtraError
+from thinwire.report.charts import _prefix, where_it_pays
+from thinwire.report.curves import POINTS, Curve, thin, trailing_mean
 from thinwire.report.figure import new_figure
-from thinwire.report.layers import _prefix
-from thinwire.report.links import where_it_pays
 from thinwire.report.page import SECTIONS, draw
 from thinwire.report.picture import WIDTH, Picture, looks
-from thinwire.report.series import POINTS, Curve, thin, trailing_mean
-from thinwire.report.words import day, digits, labels, link, listing, shorten
+from thinwire.report.template import environment
+from thinwire.report.words import day, digits, labels, link, shorten
 
-Document = dict[str, Any]
+RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
 PICTURES = [
     *("loss-seconds", "loss-megabytes", "metric-seconds", "final-metric", "step-split"),
     *("step-share", "layers-ratio", "layers-error", "links"),
@@ -57,7 +58,7 @@ def test_all_files_are_written(large: Document, written: list[Path]) -> None:
     names = ["report.html", "data.json", *(f"{name}.png" for name in PICTURES)]
     assert [path.name for path in written] == names
     assert sorted(path.name for path in written[0].parent.iterdir()) == sorted(names)
-    assert report.read(written[1]) == large
+    assert report.read_document(written[1]) == large
     assert written[1].read_text(encoding="utf-8").startswith('{\n "schema": "thinwire.compare/1"')
     assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in written[2:])
 
@@ -82,11 +83,11 @@ def test_the_page_says_it_all(large: Document, page: str) -> None:
         *("Results", "What failed", *SECTIONS, "Settings", "Machine and versions", "Notes"),
         "Files",
     ]
-    assert text.index("reached plain DDP&#x27;s final loss") < text.index("<table")
-    for method in large["methods"]:
-        assert f"<code>{method['name']}</code>" in text
+    assert text.index("reached plain DDP&#39;s final loss") < text.index("<table")
+    for method in large.methods:
+        assert f"<code>{method.name}</code>" in text
     row = text[text.index("<code>topk:0.01+ef14</code>") :].split("</tr>")[0]
-    for cell in ("86.0", "9.42×", "50.0×", "0.0500", "ok"):  # noqa: RUF001
+    for cell in ("86.0", "9.4x", "50.0x", "0.05", "ok"):
         assert f">{cell}<" in row, f"{cell} is not in {row}"
     assert "not reached" in text
     assert '<span class="state diverged">' in text
@@ -103,7 +104,7 @@ def test_the_page_says_it_all(large: Document, page: str) -> None:
 
 
 def test_all_is_marked_as_projected(written: list[Path], page: str) -> None:
-    assert "over its loopback" in page
+    assert "over its loopback interface" in page
     figures = re.findall(r"<figure.*?</figure>", page, flags=re.DOTALL)
     captions = re.findall(r"<caption>.*?</caption>", page)
     assert len(figures) == len(PICTURES)
@@ -134,7 +135,8 @@ def test_a_png_shows_its_title(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lab_is_not_projected_and_bytes_repeat(tmp_path: Path) -> None:
-    document = {**small(metric=None), "sweep": []}
+    document = small(metric=None)
+    document.sweep = []
     first, again = (report.write(document, tmp_path / name) for name in ("a", "b"))
     for one, other in zip(first, again, strict=True):
         assert one.read_bytes() == other.read_bytes(), f"{one.name} differs"
@@ -153,9 +155,10 @@ def test_names_are_escaped() -> None:
         metric="$\\frac <u>",
         command="compare '<script>'",
     )
-    document |= {"baseline": names[0], "verdict": "<em>", "notes": ["<img src=x>"], "sweep": []}
-    document["methods"].append(comparisons.failed("</pre>", "</details><script>"))
-    document["methods"][0]["runs"][0]["tensors"][0]["name"] = "<s>$$"
+    document.baseline, document.verdict = names[0], "<em>"
+    document.notes, document.sweep = ["<img src=x>"], []
+    document.methods.append(comparisons.failed("</pre>", "</details><script>"))
+    document.methods[0].runs[0].tensors[0].name = "<s>$$"
     drawn = draw(document).html
     tags = set(re.findall(r"<(\w+)", drawn))
     assert not tags & {"script", "img", "b", "i", "em", "u", "s"}
@@ -167,32 +170,32 @@ def test_names_are_escaped() -> None:
 
 
 def without_seconds(document: Document) -> Document:
-    for method in document["methods"]:
-        for run in method["runs"]:
-            run["megabytes"] = [0.0] * len(run["megabytes"])
-            run["evaluations"] = []
-            run["split"] = dict.fromkeys(run["split"], 0.0)
+    for method in document.methods:
+        for run in method.runs:
+            run.megabytes = [0.0] * len(run.megabytes)
+            run.evaluations = []
+            run.split = StepSplit(compute=0.0, encode=0.0, network=0.0, decode=0.0)
     return document
 
 
 def odd_documents() -> dict[str, tuple[Document, list[str]]]:
     """By name: the document, and the pictures that can be drawn from it."""
     lost = comparisons.document([comparisons.failed("ddp", "E: no")], metric=None)
-    lost |= {"sweep": [], "target_loss": None}
-    none = {**copy.deepcopy(lost), "methods": [], "baseline": None, "notes": []}
+    lost.sweep, lost.target_loss = [], None
+    none = lost.model_copy(update={"methods": [], "baseline": None, "notes": []})
     step = comparisons.method("none", seeds=1, steps=1, tensors=0, megabytes=0.0)
-    step["summary"] |= {"final_metric": None, "to_target": None, "step_speedup": None}
-    step["runs"][0]["final_metric"] = None
+    step.summary.final_metric = step.summary.to_target = step.summary.step_speedup = None
+    step.runs[0].final_metric = None
     alone = without_seconds(comparisons.document([step], hosts=1, links=[], metric=None))
-    alone["sweep"] = alone["sweep"][:1]
+    alone.sweep = alone.sweep[:1]
     blind = comparisons.diverged("ddp", seeds=2, steps=9, tensors=1)
-    blind["runs"][0]["losses"] = [None] * 9
-    blind["runs"].append(comparisons.method("x", steps=2)["runs"][0])  # cut off
-    blind |= {"error": "stopped", "summary": None}
-    for run in blind["runs"]:
-        run["tensors"] = [{**each, "relative_error": None} for each in run["tensors"]]
+    blind.runs[0].losses = [None] * 9
+    blind.runs.append(comparisons.method("x", steps=2).runs[0])  # cut off
+    blind.error, blind.summary = "stopped", None
+    for tensor in (tensor for run in blind.runs for tensor in run.tensors):
+        tensor.relative_error = None
     wild = comparisons.document([blind], seconds=30.0, steps=None, higher_is_better=False)
-    wild["sweep"] += [{"link": "a mixture", "step_seconds": {"ddp": 1.0, "gone": None}}]
+    wild.sweep.append(SweepEntry(link="a mixture", step_seconds={"ddp": 1.0, "gone": None}))
     gaps = [name for name in PICTURES if name != "layers-error"]
     return {
         "all failed": (lost, []),
@@ -227,7 +230,7 @@ def test_a_failure_half_way_leaves_the_old_page(
     # What was measured is safe, and nothing is half done.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.json", "report.html"]
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == "old"
-    assert report.read(tmp_path / "data.json") == document
+    assert report.read_document(tmp_path / "data.json") == document
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +243,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def broken(path: str, value: Any) -> str:
     """A document with one thing changed, as JSON."""
-    document: Any = small()
+    document: Any = json.loads(small().to_json())
     place = document
     *parents, last = path.split(".")
     for key in parents:
@@ -257,14 +260,19 @@ WRONG = {
     "a picture": ("\x89PNG", "not JSON"),
     "a list": ("[]", "no schema"),
     "another document": ('{"schema": "thinwire.bench/1"}', "thinwire.bench/1"),
-    "no methods": (broken("methods", KeyError), "'methods'"),
+    "a later version": (broken("schema", "thinwire.compare/2"), "another version of thinwire"),
+    "no hosts": (broken("settings.hosts", KeyError), "settings: expected a field 'hosts'"),
+    "no methods": (broken("methods", KeyError), "the document: expected a field 'methods'"),
     "methods of text": (broken("methods", "ddp"), "methods: expected a list, got 'ddp'"),
     "a loss of text": (broken("methods.1.runs.0.losses.3", "x"), r"methods\[1\].*losses\[3\]"),
     "NaN": (broken("methods.1.runs.0.losses.3", math.nan), "a finite number, got nan"),
     "a second missing": (broken("methods.0.runs.0.seconds", [1.0]), "6 losses, 1 seconds"),
-    "a flag": (broken("methods.0.diverged", 1), "diverged: expected true or false"),
+    "a flag": (broken("methods.0.diverged", 1), r"methods\[0\].diverged: expected a boolean"),
     "a name twice": (broken("methods.1.name", "ddp"), "names that differ"),
-    "sweep of text": (broken("sweep.0.step_seconds", {"ddp": "1"}), r"step_seconds\['ddp'\]"),
+    "sweep of text": (
+        broken("sweep.0.step_seconds", {"ddp": "1"}),
+        r"sweep\[0\].step_seconds.ddp: expected a number",
+    ),
 }
 
 
@@ -274,13 +282,45 @@ def test_what_is_no_report_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=f"(?s)data.json: .*{reason}"):
-        report.read(path)
+        report.read_document(path)
 
 
 def test_a_wrong_document_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="schema"):
-        report.write({}, tmp_path / "a")
+    document = small()
+    document.methods[1].runs[0].losses[3] = math.inf
+    with pytest.raises(ValueError, match=r"methods\[1\].*losses\[3\]: expected a finite number"):
+        report.write(document, tmp_path / "a")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("compare-*.json")), ids=lambda path: path.stem)
+def test_records_of_earlier_comparisons_are_read_and_kept(path: Path) -> None:
+    document = report.read_document(path)
+    assert json.loads(document.to_json()) == json.loads(path.read_text(encoding="utf-8"))
+    assert len(document.targets) > 0  # a benchmark's own field
+
+
+def test_templates_escape_and_know_their_names() -> None:
+    page = environment().from_string(
+        '{% extends "page.html.j2" %}{% block body %}{{ x }} {{ 1234567 | bytes }}{% endblock %}'
+    )
+    assert "&lt;b&gt; 1.23 MB" in page.render(title="t", x="<b>")
+    with pytest.raises(jinja2.UndefinedError, match="'x' is undefined"):
+        page.render(title="t")
+
+
+def test_a_dollar_begins_no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+    monkeypatch.setattr(
+        "thinwire.report.picture.new_figure",
+        lambda *size: figures.append(new_figure(*size)) or figures[-1],
+    )
+    name = r"loss $x^$ \frac"  # as a formula it would be wrong
+    document = small(metric=name)
+    assert f"final {name} (higher is better)" in draw(document).html
+    axes = [one for figure in figures for one in figure.axes]
+    shown = [text for one in axes for text in (one.get_xlabel(), one.get_ylabel())]
+    assert shown.count(name) == 2  # over time, and at the end
 
 
 def test_trailing_mean() -> None:
@@ -305,18 +345,20 @@ def test_thinning_keeps_both_ends(log: bool, steps: int) -> None:
 def test_where_it_pays() -> None:
     document = small()
     names = ["ddp", "always", "never", "slow links", "fast links"]
-    document["methods"] = [{**document["methods"][0], "name": name} for name in names]
-    document["sweep"] = [
-        {"link": "1gbit", "step_seconds": dict(zip(names, (1, 0.5, 2, 2, 0.5), strict=True))},
-        {"link": "10mbit", "step_seconds": dict(zip(names, (1, 0.5, 2, 0.5, 2), strict=True))},
+    document.methods = [document.methods[0].model_copy(update={"name": name}) for name in names]
+    times = {"1gbit": (1, 0.5, 2, 2, 0.5), "10mbit": (1, 0.5, 2, 0.5, 2)}
+    document.sweep = [
+        SweepEntry(link=link, step_seconds=dict(zip(names, seconds, strict=True)))
+        for link, seconds in times.items()
     ]
     found = dict(where_it_pays(document))
     assert found["always"].startswith("pays at all rates tried")
     assert found["never"].startswith("pays at none of the rates tried")
     # Twice as fast at 10 Mbit/s, half as fast at 1 Gbit/s: even at the geometric mean.
-    assert found["slow links"].startswith("stops paying at about 100 Mbit/s: 2.00× at 10")  # noqa: RUF001
+    assert found["slow links"].startswith("stops paying at about 100 Mbit/s: 2x at 10")
     assert found["fast links"].startswith("pays at 1 Gbit/s and not at the other")
-    assert where_it_pays({**document, "baseline": None}) == []
+    document.baseline = None
+    assert where_it_pays(document) == []
 
 
 def test_layers_are_told_apart() -> None:
@@ -328,13 +370,11 @@ def test_layers_are_told_apart() -> None:
 
 def test_words() -> None:
     numbers = (None, math.inf, 0, 0.01234, 0.35, 1.234, 99.96, 1234.5, -2.5)
-    shown = ["–", "–", "0", "0.0123", "0.350", "1.23", "100", "1,234", "-2.50"]  # noqa: RUF001
+    shown = ["-", "-", "0", "0.0123", "0.35", "1.23", "100", "1,234", "-2.50"]
     assert [digits(number) for number in numbers] == shown
     assert [link(text) for text in ("100mbit", "1.5gbit", "wifi")] == [
         *("100 Mbit/s", "1.5 Gbit/s", "wifi")
     ]
-    assert listing(["a"]) == "a"
-    assert listing("abc") == "a, b and c"
     assert day("2026-11-16T07:00:59+00:00") == "2026-11-16 07:00 UTC"
     assert day("today") == "today"
     assert shorten("0123456789", 7) == "0123…89"

@@ -7,7 +7,7 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from thinwire.cli.parsing import INTERRUPTED, Commands, complain, patient
 from thinwire.compare.settings import (
@@ -19,9 +19,12 @@ from thinwire.compare.settings import (
     METHODS,
     STEPS,
     WORKLOAD,
-    SettingError,
-    Settings,
+    ComparisonSettingError,
+    ComparisonSettings,
 )
+
+if TYPE_CHECKING:
+    from thinwire.compare.document import Document
 
 _DESCRIPTION = """\
 Train one model with several methods over a slow network, and write a report on
@@ -119,7 +122,7 @@ def add(commands: Commands) -> None:
     where.add_argument(
         "--sweep",
         metavar="RATES",
-        help="measure the time of a step at these rates too: 10mbit,1gbit",
+        help="measure the time per step at these rates too: 10mbit,1gbit",
     )
     where.add_argument(
         "--project", action="store_true", help="run on loopback and project times in any case"
@@ -162,49 +165,46 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         settings = _settings(arguments)
         _check_output(arguments.out)
-        from thinwire.compare.method import read
-        from thinwire.compare.progress import shown
-        from thinwire.compare.run import Comparison
+        from thinwire.compare.run import Comparison, shown
         from thinwire.report import require_matplotlib
 
         require_matplotlib("thinwire compare")
         comparison = Comparison(settings)
         with shown(comparison.methods, len(settings.seeds)) as watcher:
             document = comparison.run(watcher, shlex.join(["thinwire", *arguments.argv]))
-    except (SettingError, MissingExtraError, LabError) as error:
+    except (ComparisonSettingError, MissingExtraError, LabError) as error:
         return complain("compare", error)
     with patient():
         _show(document, arguments.out)
-    if document["interrupted"]:
+    if document.interrupted:
         print("thinwire compare: interrupted", file=sys.stderr)
         return INTERRUPTED
-    asked = {BASELINE, *(read(name).name for name in settings.methods)}
-    found = [method for method in document["methods"] if method["name"] in asked]
-    return int(any(method["error"] or method["diverged"] for method in found))
+    found = [method for method in document.methods if method.name in comparison.asked]
+    return int(any(method.error or method.diverged for method in found))
 
 
 def run_report(arguments: argparse.Namespace) -> int:
     from thinwire.errors import MissingExtraError
-    from thinwire.report import read, write
+    from thinwire.report import read_document, write
 
     try:
-        page, *_ = write(read(arguments.data), arguments.out or arguments.data.parent)
+        page, *_ = write(read_document(arguments.data), arguments.out or arguments.data.parent)
     except (OSError, ValueError, MissingExtraError) as error:
         return complain("report", error)
     print(f"wrote {page}", file=sys.stderr)
     return 0
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
+def _settings(arguments: argparse.Namespace) -> ComparisonSettings:
     from thinwire.compare.method import split
 
     for name in ("steps", "seconds", "seeds", "evaluations", "hosts", "racks", "patience"):
         value = getattr(arguments, name)
         if value is not None and not value > 0:
-            raise SettingError(f"--{name} must be more than 0, got {value}")
+            raise ComparisonSettingError(f"--{name} must be more than 0, got {value}")
     methods = tuple(m for text in arguments.methods or [] for m in split(text))
     if arguments.methods is not None and not methods:
-        raise SettingError("--with names no method")
+        raise ComparisonSettingError("--with names no method")
     workload = arguments.workload
     script = workload.endswith(".py")
     _check_workload(arguments, script)
@@ -212,7 +212,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     if steps is None and arguments.seconds is None and workload == WORKLOAD:
         steps = STEPS
     hosts, links = _links(arguments)
-    return Settings(
+    return ComparisonSettings(
         workload=workload,
         arguments=tuple(arguments.arguments),
         methods=methods or METHODS,
@@ -237,19 +237,23 @@ def _check_workload(arguments: argparse.Namespace, script: bool) -> None:
         from thinwire.workloads import workload
 
         if arguments.arguments:
-            raise SettingError(
+            raise ComparisonSettingError(
                 f"unexpected {arguments.arguments[0]!r}: only a script takes arguments"
             )
         try:
             workload(arguments.workload)
         except ValueError as error:
-            raise SettingError(f"--workload: {error}, or a script whose name ends in .py") from None
+            raise ComparisonSettingError(
+                f"--workload: {error}, or a script whose name ends in .py"
+            ) from None
         return
     if not Path(arguments.workload).is_file():
-        raise SettingError(f"--workload: no file {arguments.workload}")
+        raise ComparisonSettingError(f"--workload: no file {arguments.workload}")
     for name in ("steps", "seconds", "target"):
         if getattr(arguments, name) is not None:
-            raise SettingError(f"--{name} is for bundled workloads: a script ends by itself")
+            raise ComparisonSettingError(
+                f"--{name} is for bundled workloads: a script ends by itself"
+            )
 
 
 def _links(arguments: argparse.Namespace) -> tuple[int, tuple[str, ...]]:
@@ -261,23 +265,27 @@ def _links(arguments: argparse.Namespace) -> tuple[int, tuple[str, ...]]:
         try:
             rates = read_links(arguments.links)
         except (OSError, ValueError) as error:
-            raise SettingError(f"--links: {error}") from None
+            raise ComparisonSettingError(f"--links: {error}") from None
         if arguments.hosts not in (None, len(rates)):
-            raise SettingError(f"--links has {len(rates)} rates, but --hosts is {arguments.hosts}")
+            raise ComparisonSettingError(
+                f"--links has {len(rates)} rates, but --hosts is {arguments.hosts}"
+            )
         hosts = len(rates)
     else:
         rates = [arguments.link or LINK] * hosts
     if hosts < 2:
-        raise SettingError("--hosts must be at least 2: one host has nobody to send to")
+        raise ComparisonSettingError("--hosts must be at least 2: one host has nobody to send to")
     if (arguments.inter is None) != (arguments.racks == 1):
-        raise SettingError("--racks and --inter go together: --racks 2 --inter 20mbit")
+        raise ComparisonSettingError("--racks and --inter go together: --racks 2 --inter 20mbit")
     if arguments.racks > hosts:
-        raise SettingError(f"--racks {arguments.racks} is more than there are hosts, {hosts}")
+        raise ComparisonSettingError(
+            f"--racks {arguments.racks} is more than there are hosts, {hosts}"
+        )
     try:
         for rate in {*rates, *([arguments.inter] if arguments.inter else [])}:
             parse_rate(rate)
     except ValueError as error:
-        raise SettingError(str(error)) from None
+        raise ComparisonSettingError(str(error)) from None
     return hosts, tuple(rates)
 
 
@@ -286,12 +294,12 @@ def _sweep(arguments: argparse.Namespace, script: bool) -> tuple[str, ...]:
 
     rates = [rate.strip() for rate in (arguments.sweep or "").split(",") if rate.strip()]
     if rates and (script or arguments.racks > 1):
-        raise SettingError("--sweep is for bundled workloads without racks")
+        raise ComparisonSettingError("--sweep is for bundled workloads without racks")
     try:
         for rate in rates:
             parse_rate(rate)
     except ValueError as error:
-        raise SettingError(f"--sweep: {error}") from None
+        raise ComparisonSettingError(f"--sweep: {error}") from None
     return tuple(dict.fromkeys(rates))
 
 
@@ -302,10 +310,10 @@ def _check_output(folder: Path) -> None:
         (folder / ".thinwire").touch()
         (folder / ".thinwire").unlink()
     except OSError as error:
-        raise SettingError(f"--out: cannot write to {folder}: {error.strerror}") from None
+        raise ComparisonSettingError(f"--out: cannot write to {folder}: {error.strerror}") from None
 
 
-def _show(document: dict[str, Any], folder: Path) -> None:
+def _show(document: "Document", folder: Path) -> None:
     from thinwire.compare.table import print_document
     from thinwire.formatting import console
     from thinwire.report import write

@@ -121,7 +121,7 @@ def _methods() -> Rows:
 
     yield from methods()
     for name, (kind, _) in OPTIMIZERS.items():
-        made_of = f"tw.optim.{kind}: {read(name).compressor}, twoshot"
+        made_of = f"tw.optim.{kind}: {read(name).policy}, twoshot"
         yield name, made_of, (getattr(optim, kind).__doc__ or "").partition("\n")[0]
 
 

@@ -1,19 +1,24 @@
 """The methods that can be compared, by name.
 
-ddp                    DistributedDataParallel as it is
+ddp                    DistributedDataParallel, uncompressed
 torch:fp16, :bf16      PyTorch's own hooks
 torch:powersgd[:RANK]
 COMPRESSOR[+FEEDBACK]  thinwire, as in "topk:0.01|quantize:4+ef14"; without a feedback "auto"
 POLICY[+FEEDBACK]      thinwire, as in "auto" or "warmup:50,(topk:0.01)+ef14"
 onebit-adam, onebit-lamb, zero-one-adam
                        optimizers of thinwire that exchange by themselves
-script                 a user's script just as it is written
+script                 a user's script, unchanged
 """
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from thinwire.compare.settings import SettingError
+from thinwire.compare.settings import ComparisonSettingError
+
+if TYPE_CHECKING:
+    from thinwire.feedback import Feedback
+    from thinwire.policies.base import Policy
 
 _PLUS = re.compile(r"\+(?=\s*[a-z])", re.IGNORECASE)  # not that of 1e+3
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
@@ -22,7 +27,7 @@ _TITLES = {
     "ddp": "plain DDP, fp32",
     "torch:fp16": "torch's fp16 hook",
     "torch:bf16": "torch's bf16 hook",
-    "script": "the script as it is",
+    "script": "the script, unchanged",
 }
 
 
@@ -34,7 +39,7 @@ class Method:
         name: as users write it.
         title: as people read it.
         kind: "torch", "thinwire", "optimizer" or "script".
-        compressor, feedback: of thinwire's own.
+        policy, feedback: of thinwire's own; a compressor alone is a policy that never changes.
         rank: of PyTorch's PowerSGD.
         named: whether it goes to `attach` by its name.
     """
@@ -42,10 +47,36 @@ class Method:
     name: str
     title: str
     kind: str
-    compressor: str = ""
-    feedback: str = ""
+    policy: "Policy | None" = None
+    feedback: "Feedback | None" = None
     rank: int = 0
     named: bool = False
+
+
+def to_json(method: Method) -> dict[str, Any]:
+    """A method for another process, in plain types; `from_json` makes an equal one of it."""
+    return {
+        "name": method.name,
+        "title": method.title,
+        "kind": method.kind,
+        "policy": None if method.policy is None else str(method.policy),
+        "feedback": None if method.feedback is None else str(method.feedback),
+        "rank": method.rank,
+        "named": method.named,
+    }
+
+
+def from_json(found: dict[str, Any]) -> Method:
+    """The method that `to_json` described. Raises ValueError if it cannot be read."""
+    from thinwire.feedback.registry import parse_feedback
+    from thinwire.policies.registry import policy_of
+
+    policy, feedback = found["policy"], found["feedback"]
+    parts = {
+        "policy": None if policy is None else policy_of(policy),
+        "feedback": None if feedback is None else parse_feedback(feedback),
+    }
+    return Method(**{**found, **parts})
 
 
 # The optimizers by name: class, and title.
@@ -74,19 +105,38 @@ def split(text: str) -> list[str]:
             elif part:
                 methods.append(part)
     except ValueError as error:
-        raise SettingError(f"--with: {error}") from None
+        raise ComparisonSettingError(f"--with: {error}") from None
     return methods
 
 
 def read(text: str) -> Method:
-    """The method of that name. Raises SettingError that says what is known."""
+    """The method of that name. Raises ComparisonSettingError that says what is known."""
+    method = _read(text)
+    try:
+        back = from_json(to_json(method))
+    except (TypeError, ValueError, OSError) as error:
+        raise ComparisonSettingError(_unreadable(text, method, str(error))) from None
+    if back != method:
+        raise ComparisonSettingError(_unreadable(text, method, f"it reads as {back.name!r}"))
+    return method
+
+
+def _unreadable(text: str, method: Method, why: str) -> str:
+    return (
+        f"{text!r} cannot be compared: its description {str(method.policy)!r} cannot be read back "
+        f"by the processes that train with it ({why})"
+    )
+
+
+def _read(text: str) -> Method:
     name = text.strip().lower()
     if name in _TITLES:
         return Method(name, _TITLES[name], "script" if name == "script" else "torch")
     if name in OPTIMIZERS:
         from thinwire.optim.base import ONE_BIT
+        from thinwire.policies.fixed import Fixed
 
-        return Method(name, OPTIMIZERS[name][1], "optimizer", str(ONE_BIT))
+        return Method(name, OPTIMIZERS[name][1], "optimizer", Fixed(ONE_BIT))
     if name.startswith("torch:"):
         return _powersgd(name)
     from thinwire.methods.recipes import recipe_of
@@ -94,32 +144,32 @@ def read(text: str) -> Method:
     try:
         recipe = recipe_of(name)
     except ValueError as error:
-        raise SettingError(f"{text!r}: {error}") from None
+        raise ComparisonSettingError(f"{text!r}: {error}") from None
     if recipe is not None:
-        made, remembered = str(recipe.compressor), str(recipe.feedback)
-        return Method(recipe.name, recipe.name, "thinwire", made, remembered, named=True)
+        made = recipe.policy, recipe.feedback
+        return Method(recipe.name, recipe.name, "thinwire", *made, named=True)
     from thinwire.feedback import feedback_for
     from thinwire.policies.registry import is_policy, policy_of
 
     # Patterns of names may have capitals.
     compressor, *feedback = _PLUS.split(text.strip() if is_policy(name) else name)
     if len(feedback) > 1:
-        raise SettingError(f"{text!r}: a method is COMPRESSOR or COMPRESSOR+FEEDBACK")
+        raise ComparisonSettingError(f"{text!r}: a method is COMPRESSOR or COMPRESSOR+FEEDBACK")
 
     try:
         chosen = policy_of(compressor)
         remembering = feedback_for(chosen.main, feedback[0] if feedback else "auto")
     except (TypeError, ValueError) as error:
         known = "ddp, torch:fp16, torch:bf16, torch:powersgd, COMPRESSOR or POLICY[+FEEDBACK]"
-        raise SettingError(f"{text!r} is no method ({known}): {error}") from None
+        raise ComparisonSettingError(f"{text!r} is no method ({known}): {error}") from None
     name = str(chosen) if remembering.name == "none" else f"{chosen}+{remembering}"
-    return Method(name, name, "thinwire", str(chosen), str(remembering))
+    return Method(name, name, "thinwire", chosen, remembering)
 
 
 def _powersgd(name: str) -> Method:
     match = re.fullmatch(r"torch:powersgd(?::(\d+))?", name)
     if match is None or match[1] == "0":
         hooks = "torch:fp16, torch:bf16, torch:powersgd, torch:powersgd:RANK"
-        raise SettingError(f"unknown hook {name!r}, known: {hooks}")
+        raise ComparisonSettingError(f"unknown hook {name!r}, known: {hooks}")
     rank = int(match[1] or 2)
     return Method(name, f"torch's PowerSGD hook, rank {rank}, one bucket", "torch", rank=rank)

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from thinwire.compare.settings import Settings
+from thinwire.compare.settings import ComparisonSettings
 from thinwire.lab import Cluster, Lab, Loopback
 
 
-def cluster_of(settings: Settings, links: Sequence[str], projected: bool) -> Cluster:
+def cluster_of(settings: ComparisonSettings, links: Sequence[str], projected: bool) -> Cluster:
     """Hosts with these links, or without where times are projected; to be opened by `with`."""
     if projected:
         return Loopback(settings.hosts)

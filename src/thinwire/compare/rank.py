@@ -1,48 +1,335 @@
-"""What runs on every host: python -m thinwire.compare.rank JOBS.json
+"""What runs on every host: python -m thinwire.compare.rank PLAN.json [SCRIPT ARGUMENTS...]
 
-Trains one job after the other and tells events. A failure ends the process: the state of the others
-is unknown then, and who started this starts anew behind the job that failed.
+Trains one job of the plan after the other and prints events. A failure ends the process: the state
+of the others is unknown then, and who started this starts anew behind the job that failed.
+
+With a script there is one job. The script runs as under torchrun: every DistributedDataParallel
+model that it makes gets the method, `thinwire.attach` keeps its other options, and every backward
+pass is a step, whose loss is what `backward()` was called on. With the method "script" nothing is
+changed, only measured.
+
+Torch is imported only when the timer against hangs has been set.
 """
 
 import faulthandler
 import json
+import os
+import runpy
+import statistics
 import sys
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from thinwire.compare.events import tell
-from thinwire.compare.settings import START_SECONDS
+from thinwire.compare.method import Method, from_json, to_json
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from thinwire.parallel.wire import Wire
+
+START_SECONDS = 60.0  # for a rank to import torch and find the others, on top of the patience
+_MARK = "@thinwire "  # what a script prints is not taken for an event
 
 
-def main(path: str) -> None:
-    jobs = json.loads(Path(path).read_text(encoding="utf-8"))
-    patience = jobs["patience"]
+# What goes to a rank
 
-    def alive(more: float = 0.0) -> None:
+
+@dataclass(frozen=True)
+class Job:
+    """One training.
+
+    Args:
+        link: the rate at which only the time per step is measured, in a few steps.
+    """
+
+    method: Method
+    seed: int
+    link: str | None = None
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a set of ranks is to do.
+
+    Args:
+        jobs: in this order.
+        patience: seconds without a step after which a rank ends itself.
+        loopback: whether the ranks share the counters of one interface.
+        projected_rate: if times will be projected, the bits per second of the slowest link.
+        probe_steps: of a job with a link.
+        workload, steps, seconds, target, evaluations: as in `ComparisonSettings`.
+    """
+
+    jobs: tuple[Job, ...]
+    patience: float
+    loopback: bool
+    projected_rate: int | None = None
+    probe_steps: int = 0
+    workload: str = ""
+    steps: int | None = None
+    seconds: float | None = None
+    target: float | None = None
+    evaluations: int = 0
+
+    def to_json(self) -> str:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        jobs = [{"method": to_json(j.method), "seed": j.seed, "link": j.link} for j in self.jobs]
+        return json.dumps({**values, "jobs": jobs})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = json.loads(text)
+        jobs = [Job(from_json(each.pop("method")), **each) for each in values.pop("jobs")]
+        return cls(tuple(jobs), **values)
+
+
+# What comes back: a JSON object per line, on standard output
+
+
+@dataclass
+class RankRecord:
+    """What one rank measured of a training.
+
+    Args:
+        losses, seconds, num_bytes: after each step, the latter two since the start.
+        evaluations: (step, metric).
+        exposed: seconds per step that backward waited for the network at its end.
+        inside: seconds per step of exchanges in "encode", "network" and "decode", hidden or not.
+        reported: bytes by thinwire's own count.
+        tensors: thinwire's figures of each tensor.
+    """
+
+    losses: list[float]
+    seconds: list[float]
+    num_bytes: list[int]
+    evaluations: list[tuple[int, float]]
+    exposed: float = 0.0
+    inside: dict[str, float] = field(default_factory=dict)
+    reported: int | None = None
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def step_seconds(self) -> float:
+        """Median over steps but the first."""
+        pairs = zip(self.seconds, self.seconds[1:], strict=False)
+        return statistics.median([after - before for before, after in pairs] or self.seconds)
+
+    @property
+    def bytes_per_step(self) -> float:
+        return self.num_bytes[-1] / len(self.num_bytes)
+
+
+class StepEvent(NamedTuple):
+    """How far a training has come; `steps` is None if nobody knows how many there will be."""
+
+    step: int
+    steps: int | None
+    loss: float
+    seconds: float
+    num_bytes: int
+
+
+def tell(event: str, **values: Any) -> None:
+    """Print {"event": event, ...} on a line of its own: a script may have left one unfinished."""
+    print(f"\n{_MARK}{json.dumps({'event': event, **values})}", flush=True)
+
+
+def heard(line: str) -> dict[str, Any] | None:
+    """The event in a line, if there is one."""
+    if not line.startswith(_MARK):
+        return None
+    try:
+        event = json.loads(line[len(_MARK) :])
+    except json.JSONDecodeError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+# The process
+
+
+class Timer:
+    """Ends the process when nothing has been heard of it for too long."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self.restart(START_SECONDS)
+
+    def restart(self, more: float = 0.0) -> None:
         # In C, with a thread of its own: it fires also when torch never comes back.
-        faulthandler.dump_traceback_later(patience + more, exit=True)
+        faulthandler.dump_traceback_later(self._patience + more, exit=True)
 
-    alive(START_SECONDS)
+    def stop(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def main(path: str, script: list[str]) -> None:
+    plan = RankPlan.from_json(Path(path).read_text(encoding="utf-8"))
+    timer = Timer(plan.patience)
+    if script:
+        run_script(plan, timer, script)
+    else:
+        run_jobs(plan, timer)
+    timer.stop()
+
+
+def run_jobs(plan: RankPlan, timer: Timer) -> None:
+    """Train a bundled workload with one method after the other."""
     import torch
     import torch.distributed as dist
 
-    from thinwire.compare.method import read
-    from thinwire.compare.train import Training
+    from thinwire.compare.training import Training
     from thinwire.workloads import workload
 
-    torch.set_num_threads(jobs["threads"])
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    task = workload(jobs["workload"])
-    for job in jobs["jobs"]:
+    task = workload(plan.workload)
+    for number, job in enumerate(plan.jobs):
         if dist.get_rank() == 0:
-            tell("begin", job=job["number"])
-        training = Training(task, read(job["method"]), {**jobs, **job}, alive)
-        found: dict[str, Any] = training.probe(job["probe"]) if job.get("probe") else training.run()
-        tell("end", job=job["number"], rank=dist.get_rank(), found=found)
+            tell("begin", job=number)
+        record = Training(task, job, plan, timer).run()
+        tell("end", job=number, rank=dist.get_rank(), record=asdict(record))
         dist.barrier()
-    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 
+def run_script(plan: RankPlan, timer: Timer, words: list[str]) -> None:
+    """Run a user's own script with one method."""
+    import torch
+
+    (job,) = plan.jobs
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        tell("begin", job=0)
+    torch.manual_seed(job.seed)
+    observer = _ScriptObserver(job, plan, timer)
+    observer.install()
+    sys.argv = words
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    timer.stop()
+    observer.conclude(rank)
+
+
+class _ScriptObserver:
+    """What is changed in torch and thinwire while a script runs."""
+
+    def __init__(self, job: Job, plan: RankPlan, timer: Timer) -> None:
+        from thinwire.compare.training import TrainingMeter
+
+        self._method, self._seed, self._timer = job.method, job.seed, timer
+        world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        self._meter = TrainingMeter(world, plan.loopback, speaks=rank == 0)
+        self._models: list[DistributedDataParallel] = []
+        self._wires: dict[int, Wire] = {}
+        self._about: dict[str, Any] = {}
+        self._started = False
+        self._losses: list[float] = []  # of passes that do not exchange anything yet
+
+    def install(self) -> None:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        import thinwire.parallel
+        import thinwire.parallel.ddp
+        from thinwire.compare.training import ddp_options
+        from thinwire.telemetry import listen
+
+        ddp: Any = DistributedDataParallel
+        tensors: Any = torch.Tensor
+        original_init, original_backward = ddp.__init__, tensors.backward
+        self._attach = thinwire.parallel.ddp.attach
+
+        def init(model: Any, *args: Any, **options: Any) -> None:
+            original_init(model, *args, **{**options, **ddp_options(self._method)})
+            self._made(model)
+
+        def backward(tensor: Any, *args: Any, **options: Any) -> None:
+            self._begin_pass()
+            original_backward(tensor, *args, **options)
+            self._end_pass(tensor)
+
+        ddp.__init__, tensors.backward = init, backward
+        for module in ("thinwire", "thinwire.parallel", "thinwire.parallel.ddp"):
+            setattr(sys.modules[module], "attach", self._attached)  # noqa: B010, for mypy
+        listen(self._tracked)
+
+    def _made(self, model: "DistributedDataParallel") -> None:
+        from thinwire.compare.training import equip, sizes_of, warm_up
+        from thinwire.parallel.ddp import SOCKET, Socket
+
+        warm_up(self._method, sizes_of(model))
+        self._models.append(model)
+        self._meter.watch(model)
+        if self._method.kind == "thinwire":
+            wire = equip(model, self._method, seed=self._seed)
+            assert wire is not None
+            self._wires[id(model)] = wire
+        elif self._method.kind == "torch":
+            if self._method.name != "ddp":
+                equip(model, self._method)
+            # A wire that the script attaches finds this in its place, and is never asked.
+            setattr(model, SOCKET, Socket(model.process_group))
+
+    def _attached(self, model: Any, compressor: Any, **options: Any) -> Any:
+        from thinwire.parallel.names import unwrapped
+
+        ddp = unwrapped(model)
+        if self._method.kind == "thinwire":
+            before = self._wires.pop(id(ddp), None)
+            if before is not None:
+                before.detach()
+            if self._method.named:
+                compressor = self._method.name
+                options.pop("feedback", None)
+            else:
+                compressor, options["feedback"] = self._method.policy, self._method.feedback
+        wire = self._attach(model, compressor, **options)
+        if self._method.kind != "torch":
+            self._wires[id(ddp)] = wire
+        return wire
+
+    def _begin_pass(self) -> None:
+        self._timer.restart()
+        if self._models and not self._started:
+            self._started = True
+            self._meter.start()
+
+    def _end_pass(self, tensor: Any) -> None:
+        if not self._models:
+            return
+        self._losses.append(float(tensor.detach()) if tensor.numel() == 1 else float("nan"))
+        if all(model.require_backward_grad_sync for model in self._models):
+            self._meter.backward_ended()
+            self._meter.stepped(sum(self._losses) / len(self._losses), None)
+            self._losses = []
+
+    def _tracked(self, value: float, name: str, higher_is_better: bool) -> None:
+        self._about = {"metric": name, "higher_is_better": higher_is_better}
+        if self._started:
+            self._meter.evaluated(value)
+        for wire in self._wires.values():
+            wire.observe(value)
+
+    def conclude(self, rank: int) -> None:
+        from thinwire.compare.training import stats_of
+
+        if not self._meter.losses:
+            return
+        if rank == 0:
+            count = sum(p.numel() for model in self._models for p in model.parameters())
+            tell("about", parameters=count, **self._about)
+        wire = next(iter(self._wires.values()), None)
+        tell("end", job=0, rank=rank, record=asdict(self._meter.record(stats_of(wire))))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    # By its own name, so that there is one copy of this module.
+    from thinwire.compare.rank import main as start
+
+    start(sys.argv[1], sys.argv[2:])

@@ -1,32 +1,36 @@
-"""A comparison from its settings to its document."""
+"""A comparison from its settings to its document: starts the ranks, follows them, shows progress.
 
-import json
+Methods run one after the other in the same set of processes; after a failure a new set goes on
+behind the method that failed.
+"""
+
+import contextlib
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from thinwire.compare.analysis import document_of
-from thinwire.compare.events import heard
-from thinwire.compare.failure import reason
 from thinwire.compare.method import Method, read
 from thinwire.compare.place import cluster_of
-from thinwire.compare.settings import SWEEP_STEPS, SettingError, Settings
-from thinwire.lab import Cluster, HostFailedError, parse_rate, why_not
+from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, heard
+from thinwire.compare.settings import (
+    BASELINE,
+    SWEEP_STEPS,
+    ComparisonSettingError,
+    ComparisonSettings,
+)
+from thinwire.formatting import show_bytes, show_seconds
+from thinwire.lab import Cluster, HostFailedError, Result, parse_rate, why_not
 from thinwire.machine import busy
+
+if TYPE_CHECKING:
+    from thinwire.compare.document import Document
 
 _LEAST_PATIENCE, _SCRIPT_PATIENCE = 30.0, 300.0  # seconds
 _DENSE_STEPS = 8  # that a step may take as long as
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training."""
-
-    method: Method
-    seed: int
 
 
 @dataclass
@@ -34,8 +38,8 @@ class Outcome:
     """What became of one method."""
 
     method: Method
-    runs: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # seed: of all ranks
-    sweep: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # link: of all ranks
+    runs: dict[int, list[RankRecord]] = field(default_factory=dict)  # seed: of all ranks
+    sweep: dict[str, list[RankRecord]] = field(default_factory=dict)  # link: of all ranks
     error: str | None = None
 
 
@@ -46,9 +50,9 @@ class Watcher(Protocol):
 
     def began(self, job: Job) -> None: ...
 
-    def stepped(self, job: Job, event: dict[str, Any]) -> None: ...
+    def stepped(self, job: Job, event: StepEvent) -> None: ...
 
-    def ended(self, job: Job, ranks: list[dict[str, Any]]) -> None: ...
+    def ended(self, job: Job, ranks: list[RankRecord]) -> None: ...
 
     def failed(self, job: Job, error: str) -> None: ...
 
@@ -56,34 +60,53 @@ class Watcher(Protocol):
 class Comparison:
     """Trains with every method and gathers what came out."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ComparisonSettings) -> None:
         self.settings = settings
         self.methods = _methods(settings)
         self.notes: list[str] = []
         self.projected = settings.project
+        # As they were asked for, baselines first.
         self.outcomes = {method.name: Outcome(method) for method in self.methods}
         self.parameters: int | None = None
-        self.metric: dict[str, Any] = {"metric": None, "higher_is_better": True}
+        self.metric: str | None = None
+        self.higher_is_better = True
 
-    def run(self, watcher: Watcher, command: str) -> dict[str, Any]:
+    def run(self, watcher: Watcher, command: str) -> "Document":
         """All trainings, then the sweep; the document, also of what was done until Ctrl-C."""
+        from thinwire.compare.analysis import document_of
+
         settings, self._watcher = self.settings, watcher
         self._look_around()
-        jobs = [Job(method, seed) for seed in settings.seeds for method in self.methods]
+        # A hook of PyTorch's that may crash or hang comes last.
+        order = sorted(self.methods, key=lambda method: method.name.startswith("torch:"))
         interrupted = False
         try:
             with cluster_of(settings, settings.links, self.projected) as cluster:
+                jobs = [Job(method, seed) for seed in settings.seeds for method in order]
                 self._train(cluster, jobs)
             for link in settings.sweep:
-                self._watcher.said(f"the time of a step at {link}")
+                watcher.said(f"measuring the time per step at {link}")
                 with cluster_of(settings, [link] * settings.hosts, self.projected) as cluster:
-                    self._probe(cluster, link)
+                    done = [method for method in order if self.outcomes[method.name].runs]
+                    self._train(cluster, [Job(m, settings.seeds[0], link) for m in done])
         except KeyboardInterrupt:
             interrupted = True
             self.notes.append("interrupted: this is what was done until then")
-        found = document_of(self, command)
-        found["interrupted"] = interrupted
-        return found
+        return document_of(self, command, interrupted)
+
+    @property
+    def asked(self) -> set[str]:
+        """Names of the methods whose failure is one of the comparison."""
+        return {read(name).name for name in (BASELINE, *self.settings.methods)}
+
+    def keep(self, job: Job, ranks: list[RankRecord]) -> None:
+        """What all ranks measured of a job that has ended."""
+        outcome = self.outcomes[job.method.name]
+        if job.link is None:
+            outcome.runs[job.seed] = ranks
+            self._watcher.ended(job, ranks)
+        else:
+            outcome.sweep[job.link] = ranks
 
     def _look_around(self) -> None:
         """What can be known before anything runs."""
@@ -94,117 +117,87 @@ class Comparison:
             self.projected = True
             self.notes.append(f"no lab can be made here, so times are projected: {missing}")
         if self.projected and settings.racks > 1:
-            raise SettingError("--racks needs a lab: times cannot be projected for it")
-        if settings.script is None:
-            from thinwire.workloads import workload
+            raise ComparisonSettingError("--racks needs a lab: times cannot be projected for it")
+        if settings.script is not None:
+            return
+        from thinwire.compare.training import sizes_of, warm_up
+        from thinwire.workloads import workload
 
-            task = workload(settings.workload)
-            self.metric = {"metric": task.metric, "higher_is_better": task.higher_is_better}
-            self.parameters = sum(p.numel() for p in task.model().parameters())
-            self._watcher.said("compiling kernels")
-            from thinwire.compare.hooks import warm_up
-
-            for method in self.methods:
-                warm_up(method)
+        task = workload(settings.workload)
+        self.metric, self.higher_is_better = task.metric, task.higher_is_better
+        model = task.model()
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self._watcher.said("compiling kernels")
+        for method in self.methods:
+            warm_up(method, sizes_of(model))
 
     def _train(self, cluster: Cluster, jobs: list[Job]) -> None:
-        if self.settings.script is not None:
-            for job in jobs:
-                if self.outcomes[job.method.name].error is None:
-                    self._run_script(cluster, job)
+        if self.settings.script is None:
+            while jobs:
+                jobs = self._run_jobs(cluster, jobs)
             return
-        while jobs:
-            jobs = self._run_jobs(cluster, jobs, None, self._keep_run)
+        for job in jobs:
+            if self.outcomes[job.method.name].error is None:
+                self._run_script(cluster, job)
 
-    def _probe(self, cluster: Cluster, link: str) -> None:
-        jobs = [
-            Job(method, self.settings.seeds[0])
-            for method in self.methods
-            if self.outcomes[method.name].runs
-        ]
-
-        def keep(job: Job, ranks: list[dict[str, Any]]) -> None:
-            self.outcomes[job.method.name].sweep[link] = ranks
-
-        while jobs:
-            jobs = self._run_jobs(cluster, jobs, SWEEP_STEPS, keep)
-
-    def _keep_run(self, job: Job, ranks: list[dict[str, Any]]) -> None:
-        self.outcomes[job.method.name].runs[job.seed] = ranks
-        self._watcher.ended(job, ranks)
-
-    def _run_jobs(
-        self,
-        cluster: Cluster,
-        jobs: list[Job],
-        probe: int | None,
-        keep: Callable[[Job, list[dict[str, Any]]], None],
-    ) -> list[Job]:
+    def _run_jobs(self, cluster: Cluster, jobs: list[Job]) -> list[Job]:
         """Run jobs in one set of processes until one fails; those that are left to do."""
-        settings = self.settings
-        plan = {
-            "workload": settings.workload,
-            "steps": settings.steps,
-            "seconds": settings.seconds,
-            "target": settings.target,
-            "evaluations": settings.evaluations,
-            "patience": self._patience(),
-            "loopback": self.projected,
-            "slow": min(map(parse_rate, settings.links)) if self.projected else None,
-            "threads": 1,
-            "jobs": [
-                {"number": n, "method": job.method.name, "seed": job.seed, "probe": probe}
-                for n, job in enumerate(jobs)
-            ],
-        }
-        follower = _Follower(jobs, settings.hosts, self._watcher if probe is None else None, keep)
-        with tempfile.TemporaryDirectory(prefix="thinwire-") as folder:
-            path = Path(folder, "jobs.json")
-            path.write_text(json.dumps(plan), encoding="utf-8")
-            argv = [sys.executable, "-m", "thinwire.compare.rank", str(path)]
-            try:
-                cluster.run(argv, on_line=follower.on_line)
-            except HostFailedError as error:
-                return self._left(follower, error)
+        follower = _Follower(self, jobs, self._watcher)
+        try:
+            self._start(cluster, follower)
+        except HostFailedError as error:
+            return self._left(follower, error)
         return []
-
-    def _left(self, follower: "_Follower", error: HostFailedError) -> list[Job]:
-        """After a failure: blame the job that was running, go on with those behind it."""
-        why = reason(error, self._patience())
-        current = follower.current
-        if current is None:
-            raise SettingError(f"the ranks could not start: {why}") from error
-        self._fail(current, why)
-        return [
-            job
-            for job in follower.jobs
-            if job not in follower.done and self.outcomes[job.method.name].error is None
-        ]
 
     def _run_script(self, cluster: Cluster, job: Job) -> None:
         settings = self.settings
-        follower = _Follower([job], settings.hosts, self._watcher, self._keep_run)
-        plan = json.dumps(
-            {
-                "method": job.method.name,
-                "seed": job.seed,
-                "patience": self._patience(),
-                "loopback": self.projected,
-            }
-        )
-        words = [str(settings.script), *settings.arguments]
-        argv = [sys.executable, "-m", "thinwire.compare.script", plan, *words]
+        follower = _Follower(self, [job], self._watcher)
         try:
-            cluster.run(argv, env={"THINWIRE_SEED": str(job.seed)}, on_line=follower.on_line)
+            self._start(cluster, follower, str(settings.script), *settings.arguments)
         except HostFailedError as error:
             self._fail(job, reason(error, self._patience()))
             return
         if job not in follower.done:
             self._fail(job, "the script never called backward() on a DistributedDataParallel model")
-        for found in follower.news:
-            self.metric["metric"] = found.get("metric") or self.metric["metric"]
-            self.metric["higher_is_better"] = found.get("higher_is_better", True)
-            self.parameters = found.get("parameters") or self.parameters
+        for about in follower.about:
+            self.metric = about.get("metric") or self.metric
+            self.higher_is_better = about.get("higher_is_better", True)
+            self.parameters = about.get("parameters") or self.parameters
+
+    def _start(self, cluster: Cluster, follower: "_Follower", *script: str) -> None:
+        """Run the jobs of a follower on all hosts."""
+        settings = self.settings
+        slowest = min(map(parse_rate, settings.links)) if self.projected else None
+        plan = RankPlan(
+            jobs=tuple(follower.jobs),
+            patience=self._patience(),
+            loopback=self.projected,
+            projected_rate=slowest,
+            probe_steps=SWEEP_STEPS,
+            workload=settings.workload,
+            steps=settings.steps,
+            seconds=settings.seconds,
+            target=settings.target,
+            evaluations=settings.evaluations,
+        )
+        with tempfile.TemporaryDirectory(prefix="thinwire-") as folder:
+            path = Path(folder, "plan.json")
+            path.write_text(plan.to_json(), encoding="utf-8")
+            argv = [sys.executable, "-m", "thinwire.compare.rank", str(path), *script]
+            seed = {"THINWIRE_SEED": str(follower.jobs[0].seed)} if script else {}
+            cluster.run(argv, env=seed, on_line=follower.on_line)
+
+    def _left(self, follower: "_Follower", error: HostFailedError) -> list[Job]:
+        """After a failure: blame the job that was running, go on with those behind it."""
+        why = reason(error, self._patience())
+        if follower.current is None:
+            raise ComparisonSettingError(f"the ranks could not start: {why}") from error
+        self._fail(follower.current, why)
+        return [
+            job
+            for job in follower.jobs
+            if job not in follower.done and self.outcomes[job.method.name].error is None
+        ]
 
     def _patience(self) -> float:
         """Seconds without a step after which a method hangs: many times what a dense one takes."""
@@ -226,52 +219,171 @@ class Comparison:
 class _Follower:
     """Hears the events of a set of ranks."""
 
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        hosts: int,
-        watcher: Watcher | None,
-        keep: Callable[[Job, list[dict[str, Any]]], None],
-    ) -> None:
-        self.jobs, self._hosts, self._watcher, self._keep = jobs, hosts, watcher, keep
+    def __init__(self, comparison: Comparison, jobs: Sequence[Job], watcher: Watcher) -> None:
+        self._comparison, self.jobs, self._watcher = comparison, jobs, watcher
+        self._hosts = comparison.settings.hosts
         self.current: Job | None = None
         self.done: set[Job] = set()
-        self.news: list[dict[str, Any]] = []  # what a script told of itself
-        self._found: dict[int, dict[int, dict[str, Any]]] = {}
+        self.about: list[dict[str, Any]] = []  # what a script told of itself
+        self._records: dict[int, dict[int, RankRecord]] = {}
 
     def on_line(self, host: int, stream: str, line: str) -> None:
         event = heard(line) if stream == "stdout" else None
-        match event and event.get("event"):
-            case "begin":
-                assert event
-                self.current = self.jobs[event["job"]]
-                if self._watcher:
-                    self._watcher.began(self.current)
-            case "step":
-                assert event
-                if self._watcher and self.current:
-                    self._watcher.stepped(self.current, event)
-            case "about":
-                assert event
-                self.news.append(event)
-            case "end":
-                assert event
-                ranks = self._found.setdefault(event["job"], {})
-                ranks[event["rank"]] = event["found"]
-                if len(ranks) == self._hosts:
-                    job = self.jobs[event["job"]]
-                    self.done.add(job)
-                    self._keep(job, [ranks[rank] for rank in range(self._hosts)])
+        if event is None:
+            return
+        kind = event.pop("event", None)
+        if kind == "begin":
+            self.current = self.jobs[event["job"]]
+            if self.current.link is None:
+                self._watcher.began(self.current)
+        elif kind == "step" and self.current is not None:
+            self._watcher.stepped(self.current, StepEvent(**event))
+        elif kind == "about":
+            self.about.append(event)
+        elif kind == "end":
+            ranks = self._records.setdefault(event["job"], {})
+            ranks[event["rank"]] = RankRecord(**event["record"])
+            if len(ranks) == self._hosts:
+                job = self.jobs[event["job"]]
+                self.done.add(job)
+                self._comparison.keep(job, [ranks[rank] for rank in range(self._hosts)])
 
 
-def _methods(settings: Settings) -> list[Method]:
-    """All methods, each once; a hook of PyTorch's that may crash or hang comes last."""
+def _methods(settings: ComparisonSettings) -> list[Method]:
+    """All methods, each once."""
     found = {method.name: method for method in map(read, settings.names)}
     if settings.script is None and "script" in found:
-        raise SettingError("'script' is a method for --workload SCRIPT.py")
+        raise ComparisonSettingError("'script' is a method for --workload SCRIPT.py")
     for method in found.values():
         if settings.script is not None and method.kind == "optimizer":
-            raise SettingError(
+            raise ComparisonSettingError(
                 f"{method.name}: a script makes its own optimizer, so compare it as two scripts"
             )
-    return sorted(found.values(), key=lambda method: method.name.startswith("torch:"))
+    return list(found.values())
+
+
+# Why a method failed, in a line
+
+_ERROR = re.compile(r"(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
+# What the others say when a rank has gone.
+_CONSEQUENCE = re.compile(r"[Cc]onnection|Broken pipe|PeerError|store|ECONN|socket")
+_TIMEOUT = re.compile(r"Timeout \([\d:.]+\)!")
+_LONGEST = 2000
+
+
+def reason(error: HostFailedError, patience: float) -> str:
+    """What went wrong first, from what the ranks said on standard error."""
+    if error.exit_code < 0:  # a signal: what others say is its consequence
+        return str(error).splitlines()[0].rstrip(":")
+    results = [error.results[error.host]]
+    results += [result for result in error.results if result.host != error.host]
+    said = [line for result in results if (line := _last_error(result))]
+    for line in said:
+        if not _CONSEQUENCE.search(line):
+            return line[:_LONGEST]
+    if any(_TIMEOUT.search(result.stderr) for result in results):
+        return f"no step within {patience:g} s: it hangs"
+    return (said[0] if said else str(error))[:_LONGEST]
+
+
+def _last_error(result: Result) -> str | None:
+    for line in reversed(result.stderr.splitlines()):
+        match = _ERROR.match(line.strip())
+        if match:
+            return match[1].strip()
+    return None
+
+
+# Progress, on standard error: a bar per method on a terminal, lines elsewhere
+
+
+@contextlib.contextmanager
+def shown(methods: list[Method], seeds: int) -> Iterator[Watcher]:
+    """A watcher that shows what it is told while the block lasts."""
+    if not sys.stderr.isatty():
+        yield ProgressLines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(20),
+        TextColumn("{task.fields[figures]}", markup=False),
+        console=Console(stderr=True),
+        refresh_per_second=3,  # drawing takes a core from the training
+    )
+    with progress:
+        yield ProgressBars(progress, methods, seeds)
+
+
+class ProgressLines:
+    """One line when a training begins, one when it has ended."""
+
+    def said(self, text: str) -> None:
+        self._print(f"{text} ...")
+
+    def began(self, job: Job) -> None:
+        self._print(f"{job.method.name}, seed {job.seed} ...")
+
+    def stepped(self, job: Job, event: StepEvent) -> None:
+        pass
+
+    def ended(self, job: Job, ranks: list[RankRecord]) -> None:
+        found = ranks[0]
+        steps = len(found.losses)
+        figures = _figures(found.losses[-1], found.seconds[-1], found.num_bytes[-1], steps)
+        self._print(f"{job.method.name}, seed {job.seed}: {steps} steps, {figures}")
+
+    def failed(self, job: Job, error: str) -> None:
+        self._print(f"{job.method.name} failed: {_first_line(error)}")
+
+    def _print(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class ProgressBars:
+    """One bar per method, with the loss, the time per step and what was sent."""
+
+    def __init__(self, progress: Any, methods: list[Method], seeds: int) -> None:
+        self._progress, self._seeds = progress, seeds
+        self._stage = progress.add_task("starting", total=None, figures="", visible=True)
+        wide = max(len(method.name) for method in methods)
+        self._tasks = {
+            method.name: progress.add_task(method.name.ljust(wide), total=seeds, figures="waits")
+            for method in methods
+        }
+        self._done = dict.fromkeys(self._tasks, 0)
+
+    def said(self, text: str) -> None:
+        self._progress.update(self._stage, description=text, visible=True)
+
+    def began(self, job: Job) -> None:
+        self._progress.update(self._stage, visible=False)
+        self._progress.update(self._tasks[job.method.name], figures=f"seed {job.seed} starts")
+
+    def stepped(self, job: Job, event: StepEvent) -> None:
+        part = event.step / event.steps if event.steps else 0.0
+        self._progress.update(
+            self._tasks[job.method.name],
+            completed=self._done[job.method.name] + part,
+            figures=_figures(event.loss, event.seconds, event.num_bytes, event.step),
+        )
+
+    def ended(self, job: Job, ranks: list[RankRecord]) -> None:
+        self._done[job.method.name] += 1
+        self._progress.update(self._tasks[job.method.name], completed=self._done[job.method.name])
+
+    def failed(self, job: Job, error: str) -> None:
+        self._progress.update(
+            self._tasks[job.method.name], figures=f"failed: {_first_line(error)[:60]}"
+        )
+
+
+def _figures(loss: float, seconds: float, sent: int, steps: int) -> str:
+    step = show_seconds(seconds / steps)
+    return f"loss {loss:6.3f}  {step:>7} per step  {show_bytes(sent):>7} sent"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "no reason given"

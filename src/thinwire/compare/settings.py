@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-SCHEMA = "thinwire.compare/1"  # of the document that a comparison comes to
 BASELINE = "ddp"
 # Always in the picture. A hook of PyTorch's that fails is shown with its error.
 BASELINES = (BASELINE, "torch:fp16", "torch:bf16", "torch:powersgd")
@@ -14,15 +13,14 @@ WORKLOAD, STEPS = "images:hidden=512,learning_rate=0.15", 40
 HOSTS, LINK = 4, "100mbit"
 EVALUATIONS = 5
 SWEEP_STEPS = 4
-START_SECONDS = 60.0  # for a rank to import torch and find the others, on top of the patience
 
 
-class SettingError(ValueError):
+class ComparisonSettingError(ValueError):
     """A comparison that cannot be made as it was asked for; the message is meant for the user."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class ComparisonSettings:
     """What is compared, and where.
 
     Args:
@@ -33,7 +31,7 @@ class Settings:
         hosts: how many, with one process each.
         links: the rate of each host's link.
         racks, inter: how many switches, and the rate of the links between them.
-        sweep: rates at which the time of a step is measured too.
+        sweep: rates at which the seconds per step are measured too.
         steps: of one training; None for the workload's own number, or as many as `seconds` has room
             for.
         seconds: how long to train instead.

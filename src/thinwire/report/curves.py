@@ -1,32 +1,118 @@
-"""Loss and metric over the course of training."""
+"""Loss and metric over the course of training: smoothed, averaged over seeds, drawn."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from thinwire.compare.analysis import window_of
+from thinwire.compare.document import Document, TrainingRun
 from thinwire.report.figure import log_axis, style_axes
 from thinwire.report.picture import Look, Picture, add_legend, legend_rows, looks
-from thinwire.report.series import Curve, loss_curve, metric_curve, thin, window
+
+Array = NDArray[np.float64]
+Axis = Literal["seconds", "megabytes"]
+POINTS = 240  # of a curve: more than a page has pixels between its bends
+
+
+class Curve(NamedTuple):
+    """A mean over seeds with the lowest and highest; NaN where a seed has no finite value."""
+
+    x: Array
+    middle: Array
+    low: Array
+    high: Array
+
+    def at(self, chosen: Any) -> "Curve":
+        return Curve(*(values[chosen] for values in self))
+
+
+def window(document: Document) -> int:
+    """Steps of the trailing mean over losses, the same for all methods: as results are taken."""
+    steps = max((len(r.losses) for m in document.methods for r in m.runs), default=0)
+    return window_of(steps)
+
+
+def loss_curve(runs: list[TrainingRun], axis: Axis, window: int) -> Curve | None:
+    """Training loss over `axis` ("seconds" or "megabytes"), step by step.
+
+    Ends with the shortest run; runs of less than half the longest were cut off and do not count.
+    """
+    longest = max((len(run.losses) for run in runs), default=0)
+    runs = [run for run in runs if len(run.losses) >= max(1, longest / 2)]
+    if not runs:
+        return None
+    steps = min(len(run.losses) for run in runs)
+    x = np.array([getattr(run, axis)[:steps] for run in runs], dtype=np.float64).mean(axis=0)
+    losses = [trailing_mean(_array(run.losses[:steps]), window) for run in runs]
+    return _over_seeds(x, np.stack(losses))
+
+
+def metric_curve(runs: list[TrainingRun]) -> Curve | None:
+    """The metric over seconds, at those steps at which all seeds were evaluated."""
+    found = [{e.step: e for e in run.evaluations} for run in runs if run.evaluations]
+    if not found:
+        return None
+    steps = sorted(set(found[0]).intersection(*found))
+    if not steps:
+        return None
+    x = np.array([[one[step].seconds for step in steps] for one in found], dtype=np.float64)
+    values = [_array([one[step].value for step in steps]) for one in found]
+    return _over_seeds(x.mean(axis=0), np.stack(values))
+
+
+def trailing_mean(values: Array, window: int) -> Array:
+    """The mean of each value and those before it; NaN stays NaN and is left out of later means."""
+    known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
+    means = (sums[ends] - sums[starts]) / np.maximum(counts[ends] - counts[starts], 1)
+    return np.where(known, means, np.nan)
+
+
+def thin(curve: Curve, log: bool) -> Curve:
+    """At most POINTS of a curve, even on its axis; the first and the last stay."""
+    if log:
+        curve = curve.at(curve.x > 0)
+    if len(curve.x) <= POINTS:
+        return curve
+    x = np.log(curve.x) if log else curve.x
+    chosen = np.searchsorted(x, np.linspace(x[0], x[-1], POINTS))
+    # A step may be wider than its share of the axis: then it is chosen more than once.
+    return curve.at(np.unique(np.clip([0, *chosen, len(x) - 1], 0, len(x) - 1)))
+
+
+def _over_seeds(x: Array, values: Array) -> Curve:
+    return Curve(x, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
+
+
+def _array(values: list[float | None]) -> Array:
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+# The pictures
 
 WIDE = 10  # methods that differ by this factor need a logarithmic axis
 STEEP = 30  # and so do values
 MARKS = 7  # markers on a curve
 
 
-def loss_seconds(document: dict[str, Any]) -> Picture | str:
+def loss_seconds(document: Document) -> Picture | str:
     """Training loss against time, or why there is no picture of it."""
     return _loss(document, "seconds", "seconds of training")
 
 
-def loss_megabytes(document: dict[str, Any]) -> Picture | str:
+def loss_megabytes(document: Document) -> Picture | str:
     """Training loss against what a host has sent, or why there is no picture of it."""
     return _loss(document, "megabytes", "megabytes sent by a host")
 
 
-def metric_seconds(document: dict[str, Any]) -> Picture | str:
+def metric_seconds(document: Document) -> Picture | str:
     """The metric against time, or why there is no picture of it."""
-    metric = document["settings"]["metric"]
+    metric = document.settings.metric
     if metric is None:
         return "The workload reported no metric."
     curves = _curves(document, metric_curve)
@@ -42,7 +128,7 @@ def metric_seconds(document: dict[str, Any]) -> Picture | str:
     )
 
 
-def _loss(document: dict[str, Any], axis: str, x: str) -> Picture | str:
+def _loss(document: Document, axis: Axis, x: str) -> Picture | str:
     steps = window(document)
     curves = _curves(document, lambda runs: loss_curve(runs, axis, steps))
     if not curves:
@@ -59,8 +145,8 @@ def _loss(document: dict[str, Any], axis: str, x: str) -> Picture | str:
 class _Band:
     """What a curve with its band is, in words."""
 
-    def __init__(self, document: dict[str, Any]) -> None:
-        self.seeds = max((len(method["runs"]) for method in document["methods"]), default=0)
+    def __init__(self, document: Document) -> None:
+        self.seeds = max((len(method.runs) for method in document.methods), default=0)
 
     def text(self, more: str) -> str:
         line = "Lines are means over seeds, bands reach from the lowest to the highest of them."
@@ -68,14 +154,14 @@ class _Band:
 
 
 def _curves(
-    document: dict[str, Any], curve_of: Callable[[list[dict[str, Any]]], Curve | None]
+    document: Document, curve_of: Callable[[list[TrainingRun]], Curve | None]
 ) -> dict[str, Curve]:
-    found = {method["name"]: curve_of(method["runs"]) for method in document["methods"]}
+    found = {method.name: curve_of(method.runs) for method in document.methods}
     return {name: curve for name, curve in found.items() if curve is not None}
 
 
 def _picture(
-    document: dict[str, Any],
+    document: Document,
     curves: dict[str, Curve],
     about: tuple[str, str, str],
     axes_names: tuple[str, str],
@@ -132,9 +218,9 @@ def _line(axes: Any, curve: Curve, look: Look, marks: int | None, shift: float) 
     )
 
 
-def _limits(document: dict[str, Any], curves: dict[str, Curve]) -> tuple[float, float, bool]:
+def _limits(document: Document, curves: dict[str, Curve]) -> tuple[float, float, bool]:
     """Of the vertical axis, from methods that did not diverge; may others lie outside."""
-    diverged = {m["name"] for m in document["methods"] if m["diverged"] and m["name"] in curves}
+    diverged = {m.name for m in document.methods if m.diverged and m.name in curves}
     steady = [curve for name, curve in curves.items() if name not in diverged]
     outside = bool(steady) and bool(diverged)
     steady = steady or list(curves.values())

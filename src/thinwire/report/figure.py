@@ -7,8 +7,9 @@ colour differs in marker, line or hatching too. Without pyplot, so without its g
 import io
 import re
 from collections.abc import Callable
-from html import escape
 from typing import Any
+
+from markupsafe import Markup, escape
 
 from thinwire.errors import MissingExtraError
 
@@ -56,9 +57,9 @@ def settle(figure: Any, last: list[Finish]) -> None:
 
 
 def style_axes(axes: Any, x: str, y: str = "") -> None:
-    """Axes that leave the eye to the data."""
-    axes.set_xlabel(x, fontsize=9, color=INK)
-    axes.set_ylabel(y, fontsize=9, color=INK)
+    """Axes that leave the eye to the data. The labels are plain text: a "$" begins no formula."""
+    axes.set_xlabel(x, fontsize=9, color=INK, parse_math=False)
+    axes.set_ylabel(y, fontsize=9, color=INK, parse_math=False)
     axes.tick_params(which="both", colors=INK, labelsize=8)
     axes.patch.set_alpha(0)
     axes.grid(visible=True, color=INK, alpha=0.15, lw=0.6)
@@ -80,7 +81,7 @@ def log_axis(axes: Any, which: str) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def svg(figure: Any, label: str, salt: str) -> str:
+def svg(figure: Any, label: str, salt: str) -> Markup:
     """The figure as an <svg> element whose ink is the colour of the text around it.
 
     Args:
@@ -105,7 +106,7 @@ def svg(figure: Any, label: str, salt: str) -> str:
     text = re.sub(r' d="[^"]*"', lambda path: _NUMBER.sub(_hundredths, path[0]), text)
     for color, name in _ON_PAGE.items():
         text = text.replace(color, name)
-    return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
+    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1))
 
 
 def share_glyphs(page: str) -> str:

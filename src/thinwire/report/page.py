@@ -1,216 +1,268 @@
-"""The report as one self-contained page."""
+"""The report as a folder: one self-contained page, its pictures as PNG, and the data."""
 
+import os
+import re
 from collections.abc import Callable
-from html import escape
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire.report.bars import final_metric, step_share, step_split
+from markupsafe import Markup
+
+from thinwire.compare.document import Document, DocumentSettings, MethodResult, Spread
+from thinwire.formatting import (
+    NOTHING,
+    in_words,
+    one_line,
+    plural,
+    show_bytes,
+    show_number,
+    show_ratio,
+)
+from thinwire.report.charts import (
+    final_metric,
+    layers_error,
+    layers_ratio,
+    links,
+    step_share,
+    step_split,
+    where_it_pays,
+)
 from thinwire.report.curves import loss_megabytes, loss_seconds, metric_seconds
-from thinwire.report.figure import share_glyphs
-from thinwire.report.layers import layers_error, layers_ratio
-from thinwire.report.links import links, where_it_pays
+from thinwire.report.figure import require_matplotlib, share_glyphs
 from thinwire.report.picture import Picture
-from thinwire.report.results import failures, result_table
-from thinwire.report.style import page
-from thinwire.report.words import count, day, digits, link, listing
+from thinwire.report.template import environment
+from thinwire.report.words import day, digits, link
 
-Document = dict[str, Any]
-Maker = Callable[[Document], Picture | str]
-
-SECTIONS: dict[str, tuple[Maker, ...]] = {
+PAGE, DATA = "report.html", "data.json"
+SECTIONS: dict[str, tuple[Callable[[Document], Picture | str], ...]] = {
     "Training loss": (loss_seconds, loss_megabytes),
     "Metric": (metric_seconds, final_metric),
-    "Time of a step": (step_split, step_share),
+    "Time per step": (step_split, step_share),
     "Layers": (layers_ratio, layers_error),
     "Links": (links,),
 }
-_STYLE = """
-:root { --accent: #0072B2; --bad: #b3261e; --warn: #8a5a00; --tint: #f3f6f9; }
-@media (prefers-color-scheme: dark) {
-  :root { --accent: #56B4E9; --bad: #ff8a80; --warn: #e6b450; --tint: #20242a; }
-}
-body { padding: 1.5rem 1rem 4rem; box-sizing: border-box; }
-h1 { font-size: 1.6rem; line-height: 1.25; overflow-wrap: anywhere; }
-h2 { font-size: 1.25rem; margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
-h3 { font-size: 1rem; margin: 0 0 .4rem; }
-.verdict { color: var(--ink); font-size: 1.2rem; line-height: 1.45; margin: 1.2rem 0;
-  padding: .8rem 1rem; background: var(--tint); border-left: 4px solid var(--accent); }
-.badge { display: inline-block; font-size: .75rem; font-weight: 600; line-height: 1.4;
-  padding: 0 .5em; border: 1px solid var(--warn); border-radius: 1em; color: var(--warn);
-  vertical-align: .1em; white-space: nowrap; }
-.panels { gap: 2rem; align-items: start; }
-figure { margin: 0; min-width: 0; max-width: 40rem; }
-figcaption, .pays { color: var(--soft); font-size: .85rem; }
-.pays { overflow-wrap: anywhere; } ul.pays { padding-left: 1.2rem; } .pays li { margin: .4rem 0; }
-caption { text-align: left; font-weight: 600; padding-bottom: .4rem; }
-caption > span { position: sticky; left: 0; }
-.results { width: 100%; } .results small { color: var(--soft); }
-.results thead th { white-space: normal; min-width: 4.5rem; font-weight: 600; }
-.results tbody th { font-weight: 400; white-space: normal; overflow-wrap: anywhere;
-  min-width: 14rem; }
-.results td { vertical-align: top; } .results tbody th { vertical-align: top; }
-.state.failed { color: var(--bad); } .state.diverged { color: var(--warn); }
-.state:not(.ok) { font-weight: 600; }
-code, pre { font: .9em/1.45 ui-monospace, monospace; overflow-wrap: anywhere; }
-pre { white-space: pre-wrap; background: var(--tint); padding: .6rem .8rem; margin: .4rem 0; }
-.failed { padding-left: 1.2rem; } .failed li { margin: .5rem 0; overflow-wrap: anywhere; }
-summary { cursor: pointer; color: var(--accent); }
-a { color: var(--accent); }
-dl { grid-template-columns: minmax(6rem, max-content) minmax(0, 1fr); }
-dd { overflow-wrap: anywhere; }
-.files { columns: 14rem; padding-left: 1.2rem; font-size: .9rem; }
-@media (max-width: 40rem) {
-  .results tbody th { max-width: 9rem; min-width: 7rem; } .verdict { font-size: 1.05rem; }
-}
-"""
+SHOWN = 200  # letters of an error that stand open on the page
+_NOT_SET = ("steps", "seconds", "target", "inter")  # None means that nobody asked for it
 
 
-class Drawn(NamedTuple):
+class DrawnReport(NamedTuple):
+    """A page, and PNGs by the names of their files, in the order of the page."""
+
     html: str
-    pictures: dict[str, bytes]  # PNGs by the names of their files, in the order of the page
+    pictures: dict[str, bytes]
 
 
-def mark_of(document: Document) -> str:
-    """What all that holds seconds is marked with: "projected", or nothing."""
-    return "projected" if document["settings"]["network"] == "projected" else ""
+class PageFigure(NamedTuple):
+    """A picture on the page."""
+
+    picture: Picture
+    svg: Markup
 
 
-def draw(document: Document) -> Drawn:
+class PageSection(NamedTuple):
+    """A heading with its pictures, and why others are missing."""
+
+    heading: str
+    figures: list[PageFigure]
+    missing: list[str]
+
+
+class ResultCell(NamedTuple):
+    """A cell of the table of results; `detail` stands below in small letters."""
+
+    text: str
+    detail: str = ""
+
+
+class ResultRow(NamedTuple):
+    """A method in the table of results."""
+
+    parts: list[str]  # of its name, which may be broken between them on a narrow screen
+    title: str
+    is_baseline: bool
+    cells: list[ResultCell]
+    state: str
+
+
+class FailedMethod(NamedTuple):
+    """A method that failed: its error on one line, and the whole text if that says more."""
+
+    name: str
+    seeds: int  # that it finished
+    line: str
+    text: str
+
+
+def write(document: Document, folder: Path) -> list[Path]:
+    """Write report.html, a PNG for each of its pictures and data.json; the paths, page first.
+
+    The data, which took minutes to measure, is written first, and the page last, when all that it
+    links to is there. A file is replaced as a whole or not at all. The same document gives the same
+    bytes.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        ValueError: a field of the document is not of its type; nothing is written.
+    """
+    require_matplotlib("a report")
+    text = document.to_json()
+    folder.mkdir(parents=True, exist_ok=True)
+    data = _put(folder / DATA, text.encode())
+    drawn = draw(document)
+    pictures = [_put(folder / name, content) for name, content in drawn.pictures.items()]
+    page = _put(folder / PAGE, drawn.html.encode())
+    return [page, data, *pictures]
+
+
+def _put(path: Path, content: bytes) -> Path:
+    """Under a name of its own first: whoever looks sees the old file or the new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
+
+
+def draw(document: Document) -> DrawnReport:
     """The page, and what is on it."""
-    mark = mark_of(document)
-    badge = f'<span class="badge">{mark}</span>' if mark else ""
-    sections: list[str] = []
+    mark = "projected" if document.projected else ""
+    sections: list[PageSection] = []
     pictures: dict[str, bytes] = {}
     for heading, makers in SECTIONS.items():
         made = [maker(document) for maker in makers]
         figures = []
         for picture in (one for one in made if isinstance(one, Picture)):
             inline, pictures[f"{picture.name}.png"] = picture.render(mark)
-            figures.append(_figure(picture, inline, badge))
+            figures.append(PageFigure(picture, inline))
         missing = [one for one in made if isinstance(one, str)]
-        if heading == "Links" and figures:
-            figures.append(_pays(document, badge))
-        sections.append(_section(heading, figures, missing))
-    title = f"thinwire compare: {_where(document)}"
-    body = f"""<header>
-<h1>{escape(title)}</h1>
-<p>{escape(_scope(document))}</p>
-</header>
-<main>
-<p class="verdict">{escape(document["verdict"])}</p>
-<p>{badge} {escape(_network(document))}</p>
-<h2 id="results">Results</h2>
-{result_table(document, badge)}{failures(document)}{"".join(sections)}</main>
-<footer>
-{_about(document, list(pictures))}</footer>
-"""
-    return Drawn(share_glyphs(page(escape(title), body, _STYLE)), pictures)
+        sections.append(PageSection(heading, figures, list(dict.fromkeys(missing))))
+    settings = document.settings
+    html = environment().get_template("comparison.html.j2").render(
+        title=f"thinwire compare: {_where(settings)}",
+        scope=_scope(document),
+        mark=mark,
+        document=document,
+        links=_links(settings) if settings.links else "the links asked for",
+        headings=_headings(settings),
+        rows=[_row(method, document) for method in document.methods],
+        failed=[_failed(method) for method in document.methods if method.error is not None],
+        sections=sections,
+        pays=where_it_pays(document),
+        settings=_shown(settings.model_dump(exclude={"command"})),
+        machine=_shown({**document.machine, **document.versions}),
+        files=list(pictures),
+    )  # fmt: skip
+    return DrawnReport(share_glyphs(html), pictures)
 
 
-def _section(heading: str, figures: list[str], missing: list[str]) -> str:
-    panels = f'<div class="panels">\n{"".join(figures)}</div>\n' if figures else ""
-    words = "".join(f"<p>{escape(sentence)}</p>\n" for sentence in dict.fromkeys(missing))
-    return f'<h2 id="{heading.lower().replace(" ", "-")}">{heading}</h2>\n{panels}{words}'
+# Words above the results
 
 
-def _figure(picture: Picture, inline: str, badge: str) -> str:
-    return (
-        f'<figure id="figure-{picture.name}">\n<h3>{escape(picture.title)} {badge}</h3>\n'
-        f"{inline}<figcaption>{escape(picture.text)}</figcaption>\n</figure>\n"
-    )
+def _where(settings: DocumentSettings) -> str:
+    over = f" with {_links(settings)}" if settings.links else ""
+    workload = settings.workload.rsplit("/", 1)[-1]
+    return f"{workload} on {plural(settings.hosts, 'host')}{over}"
 
 
-def _pays(document: Document, badge: str) -> str:
-    """Beside the picture of step times, what can be read from it."""
-    found = where_it_pays(document)
-    if not found:
-        return ""
-    items = "".join(
-        f"<li><code>{escape(name)}</code> {escape(text)}</li>\n" for name, text in found
-    )
-    return (
-        f'<div>\n<h3>Where it pays {badge}</h3>\n<p class="pays">Against the step of '
-        f"<code>{escape(document['baseline'])}</code> at the same rate.</p>\n"
-        f'<ul class="pays">\n{items}</ul>\n</div>\n'
-    )
-
-
-def _where(document: Document) -> str:
-    settings = document["settings"]
-    over = f" with {_links(settings)}" if settings["links"] else ""
-    workload = settings["workload"].rsplit("/", 1)[-1]
-    return f"{workload} on {count(settings['hosts'], 'host')}{over}"
-
-
-def _links(settings: dict[str, Any]) -> str:
-    inter = settings.get("inter")
-    links = f"links of {listing(dict.fromkeys(map(link, settings['links'])))}"
-    return f"{links} and {link(inter)} between racks" if inter else links
+def _links(settings: DocumentSettings) -> str:
+    found = f"links of {in_words(dict.fromkeys(map(link, settings.links)))}"
+    return f"{found} and {link(settings.inter)} between racks" if settings.inter else found
 
 
 def _scope(document: Document) -> str:
-    settings = document["settings"]
-    size = settings.get("parameters")
-    parts = [f"{size:,} parameters"] if size else []
-    if settings.get("steps") is not None:
-        parts.append(count(settings["steps"], "step"))
-    if settings.get("seconds") is not None:
-        parts.append(f"{digits(settings['seconds'])} seconds a run")
-    parts += [count(len(settings["seeds"]), "seed"), day(document["date"])]
+    settings = document.settings
+    parts = [f"{settings.parameters:,} parameters"] if settings.parameters else []
+    if settings.steps is not None:
+        parts.append(plural(settings.steps, "step"))
+    if settings.seconds is not None:
+        parts.append(f"{show_number(settings.seconds)} seconds per run")
+    parts += [plural(len(settings.seeds), "seed"), day(document.date)]
     return ", ".join(parts) + "."
 
 
-def _network(document: Document) -> str:
-    settings = document["settings"]
-    links = _links(settings) if settings["links"] else "the links asked for"
-    if mark_of(document):
-        return (
-            "All hosts ran on this machine and spoke over its loopback. Seconds are not measured: "
-            f"they are computed for {links} from the bytes and the compute that were measured, "
-            "assuming that nothing overlaps. Losses, metrics and bytes are measured."
-        )
-    return (
-        f"Measured in a lab on this machine: hosts are network namespaces, joined by {links}. "
-        "They share its cores."
+# The table of results
+
+
+def _headings(settings: DocumentSettings) -> list[str]:
+    final = "final training loss"
+    if settings.metric is not None:
+        better = "higher" if settings.higher_is_better else "lower"
+        final = f"final {settings.metric} ({better} is better)"
+    return [
+        final,
+        "ms per step",
+        "faster per step",
+        "seconds to within 2 % of the baseline's final loss",
+        "sooner",
+        "MB per step",
+        "fewer bytes",
+    ]
+
+
+def _row(method: MethodResult, document: Document) -> ResultRow:
+    state = "failed" if method.error is not None else "diverged" if method.diverged else "ok"
+    return ResultRow(
+        parts=re.split(r"(?<=[|,])|(?=\+)", method.name),
+        title=method.title if method.title != method.name else "",
+        is_baseline=method.name == document.baseline,
+        cells=_cells(method, document),
+        state=state,
     )
 
 
-def _about(document: Document, names: list[str]) -> str:
-    settings = {key: value for key, value in document["settings"].items() if key != "command"}
-    files = "".join(f'<li><a href="{name}">{name}</a></li>\n' for name in names)
-    notes = "".join(f"<li>{escape(note)}</li>\n" for note in document["notes"])
-    return f"""<div class="panels">
-<section><h2 id="settings">Settings</h2>
-<pre><code>{escape(document["settings"]["command"])}</code></pre>
-{_list(settings)}</section>
-<section><h2 id="machine">Machine and versions</h2>
-{_list({**document["machine"], **document["versions"]})}</section>
-</div>
-<h2 id="notes">Notes</h2>
-{f"<ul>{notes}</ul>" if notes else "<p>None.</p>"}
-<h2 id="files">Files</h2>
-<p>All numbers: <a href="data.json">data.json</a>. The pictures, beside this page:</p>
-<ul class="files">
-{files}</ul>
-"""
+def _cells(method: MethodResult, document: Document) -> list[ResultCell]:
+    summary = method.summary
+    if summary is None:
+        return [ResultCell(NOTHING)] * len(_headings(document.settings))
+    final = summary.final_loss if document.settings.metric is None else summary.final_metric
+    step, reached = summary.step_seconds, summary.to_target
+    target = NOTHING
+    if document.target_loss is not None:
+        target = digits(reached.seconds) if reached else "not reached"
+    return [
+        _spread(final),
+        ResultCell(digits(None if step is None else 1e3 * step)),
+        ResultCell(show_ratio(summary.step_speedup)),
+        ResultCell(target),
+        ResultCell(show_ratio(reached.speedup if reached else None)),
+        ResultCell(digits(summary.megabytes_a_step)),
+        ResultCell(show_ratio(summary.fewer_bytes)),
+    ]
 
 
-def _list(values: dict[str, Any]) -> str:
-    rows = "".join(
-        f"<dt>{escape(key.removesuffix('_bytes').replace('_', ' '))}</dt>"
-        f"<dd>{escape(_show(key, value))}</dd>\n"
+def _spread(spread: Spread | None) -> ResultCell:
+    if spread is None:
+        return ResultCell(NOTHING)
+    low, high = digits(spread.lowest), digits(spread.highest)
+    return ResultCell(digits(spread.mean), f"{low} to {high}" if low != high else "")
+
+
+def _failed(method: MethodResult) -> FailedMethod:
+    text = (method.error or "").strip()
+    line = one_line(text)
+    line = line if len(line) <= SHOWN else f"{line[:SHOWN]}…"
+    return FailedMethod(method.name, len(method.runs), line, text if line != text else "")
+
+
+# Settings and machine, as lists
+
+
+def _shown(values: dict[str, Any]) -> dict[str, str]:
+    return {
+        key.removesuffix("_bytes").replace("_", " "): _show(key, value)
         for key, value in values.items()
-    )
-    return f"<dl>\n{rows}</dl>\n"
+    }
 
 
 def _show(key: str, value: Any) -> str:
     if value is None:
-        return "not set" if key in ("steps", "seconds", "target", "inter") else "unknown"
+        return "not set" if key in _NOT_SET else "unknown"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    if key == "memory_bytes":
-        return f"{value / 1e9:.1f} GB"
+    if key.endswith("_bytes"):
+        return show_bytes(value)
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
+from thinwire.compare.document import Document
 from thinwire.report.figure import COLORS, INK, new_figure, png, settle, svg
 from thinwire.report.words import labels
 
@@ -33,7 +36,7 @@ class Picture(NamedTuple):
     height: float  # in inches
     draw: Callable[[Any], None]  # onto a figure
 
-    def render(self, mark: str) -> tuple[str, bytes]:
+    def render(self, mark: str) -> tuple[Markup, bytes]:
         """For a page, which has the title as a heading, and for a file, with its title.
 
         `mark` is "projected", or nothing.
@@ -52,13 +55,13 @@ class Picture(NamedTuple):
         return f"{self.title} ({mark})" if mark else self.title
 
 
-def looks(document: dict[str, Any]) -> dict[str, Look]:
+def looks(document: Document) -> dict[str, Look]:
     """A look for each method that ran; that of the baseline is the page's ink."""
-    names = [method["name"] for method in document["methods"] if method["runs"]]
+    names = [method.name for method in document.methods if method.runs]
     short = labels(names, _NAME)
     result, i = {}, 0
     for name in names:
-        if name == document["baseline"]:
+        if name == document.baseline:
             result[name] = Look(short[name], INK, "o", "-", 2.2)
             continue
         marker, line = _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)]

@@ -1,7 +1,7 @@
 """Pages from templates: what is put into one is escaped, and a name it does not know is an error.
 
 `environment("thinwire.bench")` finds the templates in `templates/` of that package, and those of
-`thinwire.report` besides: `{% extends "page.html.j2" %}` makes a page in the house's style, with the
+`thinwire.report` besides: `{% extends "page.html.j2" %}` makes a page in the style of all, with the
 blocks `style` and `body`. Only what is known to be HTML, as an inline picture is, goes in as
 `markupsafe.Markup`.
 """

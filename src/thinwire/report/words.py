@@ -1,40 +1,26 @@
-"""Numbers and names as people read them."""
+"""Numbers in columns, dates, links and names as people read them."""
 
-import math
-from collections.abc import Iterable
 from datetime import datetime
 
+from thinwire.formatting import show_decimals, show_number, show_rate
 from thinwire.lab import parse_rate
-
-NOTHING = "–"  # noqa: RUF001  (an en dash, as in tables of print)
 
 
 def digits(value: float | None) -> str:
-    """Three digits that matter: 0.0123, 0.350, 1.23, 12.3, 1,234."""
-    if value is None or not math.isfinite(value):
-        return NOTHING
-    if value == 0:
-        return "0"
-    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
+    """As `show_number`, but always three digits from 1 on, so that numbers in a column compare.
 
-
-def times(value: float | None) -> str:
-    """A factor: 9.30×."""
-    return NOTHING if value is None else f"{digits(value)}×"  # noqa: RUF001
-
-
-def rate(bits: float) -> str:
-    """Bits a second with the unit that suits: 430 Mbit/s."""
-    for unit, factor in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if bits >= 0.9995 * factor:
-            return f"{bits / factor:.3g} {unit}"
-    return f"{bits:.3g} bit/s"
+    >>> [digits(value) for value in (0.05, 9, 87.04, 1458)]
+    ['0.05', '9.00', '87.0', '1,458']
+    """
+    if value is not None and 1 <= abs(value) < 99.95:
+        return show_decimals(value)
+    return show_number(value)
 
 
 def link(text: str) -> str:
     """A link as given, with the usual unit where it is a rate: 100mbit is 100 Mbit/s."""
     try:
-        return rate(parse_rate(text))
+        return show_rate(parse_rate(text))
     except ValueError:
         return text
 
@@ -47,17 +33,6 @@ def day(date: str) -> str:
         return date
     zone = f" {name}" if (name := moment.tzname()) else ""
     return f"{moment:%Y-%m-%d %H:%M}{zone}"
-
-
-def count(number: int, word: str) -> str:
-    """How many, and of what: 1 step, 3 steps."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
-def listing(words: Iterable[str]) -> str:
-    """As in a sentence: a, b and c."""
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def shorten(text: str, length: int) -> str:

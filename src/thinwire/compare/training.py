@@ -1,0 +1,307 @@
+"""Training with one method on one rank: the method's hook, what is measured, the loop itself."""
+
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from thinwire.compare import counters
+from thinwire.compare.method import OPTIMIZERS, Method
+from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, Timer, tell
+from thinwire.compressors import Joint
+from thinwire.frames import decode, pack
+from thinwire.kernels import Key
+from thinwire.optim.base import Talking
+from thinwire.parallel.ddp import attach
+from thinwire.parallel.replicas import check_replicas
+from thinwire.parallel.wire import Wire
+from thinwire.workloads import Workload
+
+PROBE_STEPS = 5  # that tell how many steps there is time for
+_MEASUREMENTS = 4  # of the compression error in a training
+_EVENT_SECONDS = 0.3  # between two lines on how far it has come
+_BUCKET = 25 * 2**20 // 4  # elements of one of DDP's buckets, by default
+_POWERSGD_START = 2  # the step from which it compresses, the least that it takes (default 1000)
+_TENSOR = ("numel", "ratio", "relative_error", "bytes_sent", "compressor", "collective")
+
+
+# The method
+
+
+def equip(model: DistributedDataParallel, method: Method, **options: Any) -> Wire | None:
+    """Let a model exchange its gradients by a method; the wire if it is one of ours."""
+    if method.named:
+        return attach(model, method.name, **options)
+    if method.kind == "thinwire":
+        assert method.policy is not None
+        assert method.feedback is not None
+        return attach(model, method.policy, feedback=method.feedback, **options)
+    if method.name == "torch:fp16":
+        model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+    elif method.name == "torch:bf16":
+        model.register_comm_hook(dist.group.WORLD, default_hooks.bf16_compress_hook)
+    elif method.rank:
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=method.rank, start_powerSGD_iter=_POWERSGD_START
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return None
+
+
+def optimizer_of(method: Method, given: Optimizer, steps: int) -> Optimizer:
+    """The optimizer of a method with one of its own, in place of a workload's Adam.
+
+    A fifth of the steps goes uncompressed; the papers take 15 to 25 %.
+    """
+    if method.kind != "optimizer":
+        return given
+    from thinwire import optim
+
+    first = given.param_groups[0]
+    if "betas" not in first:
+        raise ValueError(
+            f"{method.name} takes the place of Adam, and this workload trains with "
+            f"{type(given).__name__}: compare it on one that uses Adam (text)"
+        )
+    name, _ = OPTIMIZERS[method.name]
+    options = {"decoupled": isinstance(given, AdamW)} if name != "OneBitLamb" else {}
+    freeze = "var_freeze_step" if name == "ZeroOneAdam" else "freeze_step"
+    parameters = [p for group in given.param_groups for p in group["params"]]
+    kept = {key: first[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    made: Optimizer = getattr(optim, name)(
+        parameters, **kept, **{freeze: max(1, steps // 5)}, **options
+    )
+    return made
+
+
+def stats_of(wire: Wire | None, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
+    """What thinwire reports of a training, if it took part in it."""
+    if wire is not None:
+        return wire.stats()
+    if isinstance(optimizer, Talking):
+        told = optimizer.stats()
+        return {"total": told, "seconds": told["seconds"], "tensors": {}}
+    return None
+
+
+def ddp_options(method: Method) -> dict[str, Any]:
+    """What DistributedDataParallel must be made with for a method."""
+    # PyTorch's PowerSGD hook waits inside a bucket for what follows in the next: with more than one
+    # it hangs on gloo.
+    return {"bucket_cap_mb": 2**20} if method.rank else {}
+
+
+def sizes_of(model: nn.Module) -> list[int]:
+    """The numbers of elements that a method compresses at once: of each tensor, and of a bucket."""
+    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    return sorted({*sizes, min(sum(sizes), _BUCKET)} - {0})
+
+
+def warm_up(method: Method, sizes: Iterable[int] = (5000,)) -> None:
+    """Have the kernels of a method compiled, or loaded, before anything is timed.
+
+    Args:
+        sizes: of the tensors that it will compress: small ones take other paths than large ones.
+    """
+    if method.policy is None:
+        return
+    used = [c for c in method.policy.compressors if not isinstance(c, Joint)]
+    for compressor, size in product(used, sizes):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        for residual in (None, torch.zeros(size)):
+            try:
+                payload = compressor.encode(x, residual=residual, key=Key(0))
+            except ValueError:
+                continue  # some take no residual
+            payload.add_to(x.clone(), 1.0)
+            decode(pack(payload))
+
+
+# What is measured
+
+
+class TrainingMeter:
+    """Loss, seconds and bytes after each step, from `start` on.
+
+    What happens between `pause` and `resume` is left out.
+    """
+
+    def __init__(self, world: int, loopback: bool, speaks: bool) -> None:
+        self._world, self._loopback, self._speaks = world, loopback, speaks
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.num_bytes: list[int] = []
+        self.evaluations: list[tuple[int, float]] = []
+        self._exposed = 0.0  # seconds that backward waited for the network at its end
+        self._last_gradient = self._told = 0.0
+
+    def watch(self, model: nn.Module) -> None:
+        """Note when the last gradient is there: what backward takes from then on is waiting."""
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hook: Any = parameter.register_post_accumulate_grad_hook
+                hook(self._note_gradient)
+
+    def _note_gradient(self, _: torch.Tensor) -> None:
+        self._last_gradient = time.perf_counter()
+
+    def start(self) -> None:
+        self._first_bytes = self._sent()
+        self._begin = time.perf_counter()
+
+    def pause(self) -> None:
+        """On all ranks together. What the last step sent is counted now, to its last packet."""
+        self._paused = time.perf_counter()
+        # Others come here when they have all that this rank sent: then it has left.
+        dist.barrier()
+        self._paused_bytes = self._sent()
+        if self.num_bytes:
+            self.num_bytes[-1] = self._paused_bytes - self._first_bytes
+
+    def resume(self) -> None:
+        self._begin += time.perf_counter() - self._paused
+        self._first_bytes += self._sent() - self._paused_bytes
+
+    def backward_ended(self) -> None:
+        if self._last_gradient:
+            self._exposed += time.perf_counter() - self._last_gradient
+
+    def stepped(self, loss: float, steps: int | None) -> None:
+        now = time.perf_counter()
+        self.losses.append(loss)
+        self.seconds.append(now - self._begin)
+        self.num_bytes.append(self._sent() - self._first_bytes)
+        step = len(self.losses)
+        if self._speaks and (now - self._told >= _EVENT_SECONDS or step == steps):
+            self._told = now
+            event = StepEvent(step, steps, loss, self.seconds[-1], self.num_bytes[-1])
+            tell("step", **event._asdict())
+
+    def evaluated(self, value: float) -> None:
+        self.evaluations.append((len(self.losses), value))
+
+    def record(self, stats: dict[str, Any] | None) -> RankRecord:
+        """What the run came to; `stats` are thinwire's own, if it took part."""
+        steps = max(1, len(self.losses))
+        record = RankRecord(self.losses, self.seconds, self.num_bytes, self.evaluations)
+        record.exposed = self._exposed / steps
+        if stats is not None:
+            record.reported = stats["total"]["wire_bytes"]
+            record.inside = {
+                kind: seconds / steps
+                for kind, seconds in stats["seconds"].items()
+                if kind in ("encode", "network", "decode")
+            }
+            record.tensors = [
+                {"name": name, **{key: row[key] for key in _TENSOR}}
+                for name, row in stats["tensors"].items()
+            ]
+        return record
+
+    def _sent(self) -> int:
+        return counters.sent(self._world, self._loopback)
+
+
+# The loop
+
+
+class Training:
+    """One training of a bundled workload with one method from one seed."""
+
+    def __init__(self, task: Workload, job: Job, plan: RankPlan, timer: Timer) -> None:
+        self._task, self._plan, self._timer = task, plan, timer
+        self._method, self._seed = job.method, job.seed
+        self._probes = job.link is not None
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+
+    def run(self) -> RankRecord:
+        """Train as the plan says; what was measured."""
+        if self._probes:
+            return self._probe(self._plan.probe_steps)
+        steps = self._plan.steps or self._task.default_steps
+        if self._plan.seconds is not None:
+            steps = self._affordable(self._plan.seconds)
+        return self._train(steps, self._plan.evaluations)
+
+    def _probe(self, steps: int) -> RankRecord:
+        """A few steps without evaluation, and one before them that does not count."""
+        return self._train(steps + 1, evaluations=0)
+
+    def _affordable(self, seconds: float) -> int:
+        """Steps for which there is time, the same number on all ranks."""
+        found = self._probe(PROBE_STEPS)
+        step = torch.tensor(found.step_seconds)
+        if self._plan.projected_rate:
+            step += 8 * counters.FULL * found.bytes_per_step / self._plan.projected_rate
+        dist.all_reduce(step, dist.ReduceOp.MAX)
+        return max(1, int(seconds / step.item()))
+
+    def _train(self, steps: int, evaluations: int) -> RankRecord:
+        task, seed = self._task, self._seed
+        self._timer.restart()
+        model = DistributedDataParallel(task.model(seed), **ddp_options(self._method))
+        warm_up(self._method, sizes_of(model))
+        every = max(1, steps // _MEASUREMENTS)
+        optimizer = optimizer_of(self._method, task.optimizer(model), steps)
+        alone = isinstance(optimizer, Talking)  # the optimizer exchanges, not backward
+        options: dict[str, Any] = {"measure_every": every, "seed": seed, "optimizer": optimizer}
+        ours = self._method.kind == "thinwire"
+        wire = equip(model, self._method, **(options if ours else {}))
+        schedule = task.schedule(optimizer, steps)
+        quiet = self._rank > 0 or evaluations == 0
+        meter = TrainingMeter(self._world, self._plan.loopback, speaks=not quiet)
+        meter.watch(model)
+        due = {max(1, round(steps * i / evaluations)) for i in range(1, evaluations + 1)}
+        dist.barrier()
+        meter.start()
+        for step, batch in enumerate(task.batches(self._rank, self._world, seed), 1):
+            self._timer.restart()
+            optimizer.zero_grad()
+            with model.no_sync() if alone else nullcontext():
+                loss = task.loss(model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+            if alone:
+                optimizer.step()
+                meter.backward_ended()
+            else:
+                meter.backward_ended()
+                optimizer.step()
+            schedule.step()
+            meter.stepped(loss.item(), steps)
+            ended = step >= steps
+            if step in due or ended:
+                meter.pause()
+                self._timer.restart()
+                if step in due:
+                    ended |= self._evaluate(model, meter, wire)
+                meter.resume()
+            if ended:
+                break
+        found = meter.record(stats_of(wire, optimizer))
+        if ours:
+            check_replicas(model)
+        return found
+
+    def _evaluate(
+        self, model: DistributedDataParallel, meter: TrainingMeter, wire: Wire | None
+    ) -> bool:
+        """Take the metric on rank 0; whether the target is reached, the same on all ranks."""
+        reached = torch.zeros(1)
+        if self._rank == 0:
+            value = self._task.evaluate(model.module)
+            meter.evaluated(value)
+            if wire is not None:
+                wire.observe(value)
+            if self._plan.target is not None:
+                beyond = value - self._plan.target
+                reached[0] = float((beyond if self._task.higher_is_better else -beyond) >= 0)
+        dist.broadcast(reached, 0)
+        return bool(reached.item())
