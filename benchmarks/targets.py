@@ -45,7 +45,7 @@ def encoding(group: TensorResults) -> list[Target]:
                 f"{row.compressor}: encode, speed over eager", speedup, 25 if top else 5
             ),
         ]
-        # A quantiser needs its payload and blocks; 1 MB allows for buffers a thread.
+        # A quantiser needs its payload and blocks; 1 MB allows for buffers per thread.
         allowed = 0.3 if top else (row.num_bytes + 1e6) / group.num_bytes
         if row.compressor != "randomk:0.01":
             what = f"{row.compressor}: extra memory, of the tensor"

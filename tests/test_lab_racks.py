@@ -87,7 +87,7 @@ def test_links_are_read_from_a_file(tmp_path):
         ("1gbit 2gbit\n", r"links\.txt, line 1: .* got '1gbit 2gbit'"),
         ("1kbit", r"links\.txt, line 1: a rate must be from 10kbit"),
         ("\xff\n", r"links\.txt, line 1: "),
-        ("# nothing\n\n", r"links\.txt: expected a rate a line, like '100mbit', found none"),
+        ("# nothing\n\n", r"links\.txt: expected one rate per line, like '100mbit', found none"),
     ],
 )
 def test_a_file_without_rates_is_refused(tmp_path, text, words):

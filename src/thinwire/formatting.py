@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from typing import IO, TYPE_CHECKING, NamedTuple
@@ -178,8 +179,8 @@ class TableColumn(NamedTuple):
     """One column of a table."""
 
     title: str
-    right: bool = False  # flush right, as numbers are
-    wrap: bool = True  # False: its cells are never broken to fit the width
+    right: bool = False  # flush right and never broken, as numbers are
+    wrap: bool = True  # False: its cells are not broken either
     bold: bool = False
 
 
@@ -203,13 +204,20 @@ def table(
         pad_edge=False,
         show_edge=False,
     )
-    for column in columns:
+    rows = list(rows)
+    for number, column in enumerate(columns):
         if isinstance(column, str):
             column = TableColumn(column)
+        heading = column.title
+        if column.right:
+            # As narrow as its figures: what is left of the width is for words.
+            cells = [row[number] for row in rows if number < len(row)]
+            narrow = max(map(len, [*cells, *heading.split()]))
+            heading = "\n".join(textwrap.wrap(heading, narrow))
         found.add_column(
-            Text(column.title),
+            Text(heading),
             justify="right" if column.right else "left",
-            no_wrap=not column.wrap,
+            no_wrap=column.right or not column.wrap,
             overflow="fold",
             style="bold" if column.bold else "",
         )

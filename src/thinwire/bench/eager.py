@@ -134,7 +134,7 @@ def _sparse(choose: Callable[[Tensor], Tensor]) -> Eager:
     return Eager(encode, decode)
 
 
-# A small integer an element
+# A small integer per element
 
 
 def quantize(compressor: Quantize) -> Eager | None:
@@ -221,7 +221,7 @@ def natural(compressor: Natural) -> Eager:
     return Eager(encode, decode)
 
 
-# One bit an element
+# One bit per element
 
 
 def scaled_sign(compressor: ScaledSign) -> Eager:

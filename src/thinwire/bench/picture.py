@@ -154,7 +154,7 @@ def draw_speed(axes: Any, group: TensorResults) -> None:
     axes.set_yticks(range(len(names)), labels=names, fontsize=8)
     axes.set_ylim(max(len(names), FEWEST) - 0.4, -0.6)
     axes.set_xlim(0, 1.1 * top)
-    _style(axes, "Speed", "GB of tensor a second")
+    _style(axes, "Speed", "GB of tensor per second")
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
 

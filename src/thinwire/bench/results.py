@@ -109,7 +109,7 @@ def ratio(over: Timing | None, under: Timing | None) -> float | None:
 
 
 def speed(timing: Timing | None, num_bytes: int) -> float | None:
-    """Gigabytes of tensor a second."""
+    """Gigabytes of tensor per second."""
     return num_bytes / timing.median / 1e9 if timing else None
 
 

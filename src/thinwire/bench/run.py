@@ -24,7 +24,7 @@ from thinwire.compressors import Compressor, parse
 from thinwire.formatting import show_bytes, show_count
 from thinwire.machine import available_bytes, busy, machine, versions
 
-Tick = Callable[[str, str], None]  # told stage and detail of what begins now, once a step
+Tick = Callable[[str, str], None]  # told stage and detail of what begins now, once per step
 
 
 class BenchPlan(NamedTuple):
@@ -194,7 +194,7 @@ def _bar(num_steps: int) -> Iterator[Tick]:
 
     columns = (BarColumn(24), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
     words = TextColumn("{task.description}", markup=False)
-    # Two times a second: drawing takes a core from the work that is being timed.
+    # Twice per second: drawing takes a core from the work that is being timed.
     with Progress(
         *columns,
         words,
@@ -217,7 +217,7 @@ def _lines() -> Tick:
     said: set[str] = set()
 
     def tick(stage: str, detail: str) -> None:
-        # A line a stage: rounds and compressors would fill a log.
+        # One line per stage: rounds and compressors would fill a log.
         what = stage.partition(", round ")[0]
         if what not in said:
             print(what, file=sys.stderr, flush=True)

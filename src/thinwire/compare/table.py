@@ -30,7 +30,10 @@ def print_document(document: "Document", console: "Console") -> None:
         *(settings.metric or "final loss", "per step", "faster", "to DDP's loss", "sooner"),
         *("sent per step", "fewer"),
     )
-    columns = [TableColumn("method", bold=True), *(TableColumn(f, right=True) for f in figures)]
+    columns = [
+        TableColumn("method", bold=True),
+        *(TableColumn(f, right=True) for f in figures),
+    ]
     rows = [_cells(method, settings.metric is not None) for method in document.methods]
     console.print(Text(f"\n{settings.workload}", "bold"))
     title = f"{plural(settings.hosts, 'host')}, {links}{projected}, {seeds}"

@@ -98,7 +98,7 @@ def making(what: str) -> Iterator[None]:
 
 
 class Switches:
-    """One switch a rack. Two are joined by one cable, more hang on a core by one each.
+    """One switch per rack. Two are joined by one cable, more hang on a core by one each.
 
     Every switch is told where every host is, and answers for those of other racks when somebody
     asks for their hardware address. So no packet is ever flooded in search of its receiver, and a
@@ -109,7 +109,7 @@ class Switches:
         self._talk = talk
         self._racks = [self._bridge(f"rack{rack}") for rack in range(racks)]
         self._core: int | None = None
-        self.uplinks: list[Cable] = []  # one a rack, seen from it
+        self.uplinks: list[Cable] = []  # one per rack, seen from it
         if inter is None:
             return
         if racks == 2:

@@ -50,7 +50,7 @@ def parse_rate(rate: str) -> int:
 
 
 def read_links(path: str | os.PathLike[str]) -> list[str]:
-    """The rates in a text file, one a line for host 0, 1 and so on.
+    """The rates in a text file, one per line for host 0, 1 and so on.
 
     Empty lines do not count, nor does what follows a `#`.
     """
@@ -65,7 +65,9 @@ def read_links(path: str | os.PathLike[str]) -> list[str]:
             raise ValueError(f"{os.fspath(path)}, line {number}: {error}") from None
         rates.append(rate)
     if not rates:
-        raise ValueError(f"{os.fspath(path)}: expected a rate a line, like '100mbit', found none")
+        raise ValueError(
+            f"{os.fspath(path)}: expected one rate per line, like '100mbit', found none"
+        )
     return rates
 
 
@@ -73,7 +75,7 @@ def read_links(path: str | os.PathLike[str]) -> list[str]:
 class LinkSettings:
     """A cable with the same rate in both directions."""
 
-    rate_bits: int  # a second, counted as Ethernet frames without preamble, gap and checksum
+    rate_bits: int  # per second, counted as Ethernet frames without preamble, gap and checksum
     burst_bytes: int  # how much may pass at once after a pause
     queue_bytes: int  # how much may wait at either end; what comes on top is dropped
 
