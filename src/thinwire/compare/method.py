@@ -115,16 +115,16 @@ def read(text: str) -> Method:
     try:
         back = from_json(to_json(method))
     except (TypeError, ValueError, OSError) as error:
-        raise ComparisonSettingError(_unreadable(text, method, str(error))) from None
+        raise ComparisonSettingError(_unreadable(text, str(error))) from None
     if back != method:
-        raise ComparisonSettingError(_unreadable(text, method, f"it reads as {back.name!r}"))
+        raise ComparisonSettingError(_unreadable(text, f"it reads as {back.name!r}"))
     return method
 
 
-def _unreadable(text: str, method: Method, why: str) -> str:
+def _unreadable(text: str, why: str) -> str:
     return (
-        f"{text!r} cannot be compared: its description {str(method.policy)!r} cannot be read back "
-        f"by the processes that train with it ({why})"
+        f"{text!r} cannot be compared: its description cannot be read back by the processes that "
+        f"train with it ({why})"
     )
 
 
