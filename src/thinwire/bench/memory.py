@@ -7,7 +7,7 @@ The C library keeps freed memory, which would hide what is allocated out of it, 
 uses any more. `ENVIRONMENT` has it take blocks from 128 kB on from the system and give them back
 one by one, so that what is counted is what is alive. It must be set when a process starts, and it
 would slow down what the benchmark times: so encoding is measured in a process of its own, which
-reads its task from standard input and prints one number per line (`python -m thinwire.bench.memory`).
+reads its task from standard input and prints a number per line: `python -m thinwire.bench.memory`.
 What the counters cannot show: the kernel updates them in batches, some hundred kB per thread,
 so tensors under `LEAST_BYTES` are not measured.
 """
