@@ -19,13 +19,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import Runner, Target, conclude, in_lab, on_loopback, run_ranks
+from harness import Target, conclude, run_ranks
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.bench.sizes import read_size
 from thinwire.compare.counters import FULL
+from thinwire.formatting import read_count
+from thinwire.lab import Cluster, Lab, Loopback, parse_rate
 from thinwire.machine import busy
 
 SLOW = (
@@ -105,7 +106,9 @@ def rank_main(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def measure(title: str, run: Runner, job: dict[str, Any], console: Console) -> list[dict[str, Any]]:
+def measure(
+    title: str, cluster: Cluster, job: dict[str, Any], console: Console
+) -> list[dict[str, Any]]:
     """Rows of medians, one for each candidate."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in job["runs"]}
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -117,7 +120,7 @@ def measure(title: str, run: Runner, job: dict[str, Any], console: Console) -> l
             if row["turn"] >= 0:
                 found[row["name"]].append(row)
 
-        run_ranks(run, __file__, job, on_row)
+        run_ranks(cluster, __file__, job, on_row, limit=3600)
     rows = []
     for name, measured in found.items():
         keys = [key for key in measured[0] if key not in ("name", "turn")]
@@ -197,26 +200,23 @@ def main() -> int:
     if options.as_rank:
         rank_main(json.loads(Path(options.as_rank).read_text()))
         return 0
-    from thinwire.lab import parse_rate
-
     console = Console()
     note = busy()
     if note:
         console.print(note)
-    job = {"numel": read_size(options.size), "rounds": options.rounds, "threads": options.threads}
+    job = {"numel": read_count(options.size), "rounds": options.rounds, "threads": options.threads}
     job["loopback"] = True
     targets: list[Target] = []
     record: dict[str, Any] = {}
     if options.only in (None, "slow"):
-        run = in_lab(options.hosts, options.link, 3600)
-        rows = measure("slow network", run, {**job, "runs": SLOW, "loopback": False}, console)
+        lab = Lab(options.hosts, options.link)
+        rows = measure("slow network", lab, {**job, "runs": SLOW, "loopback": False}, console)
         record["slow"] = rows
         targets += slow_targets(rows, parse_rate(options.link))
         console.print(table_of(f"{options.hosts} hosts, {options.link}", rows))
     if options.only in (None, "loopback"):
-        run = on_loopback(4)
         more = {**job, "rounds": 3 * options.rounds, "runs": LOOPBACK}
-        rows = measure("loopback", run, more, console)
+        rows = measure("loopback", Loopback(4), more, console)
         record["loopback"] = rows
         over = rows[1]["seconds"] / rows[0]["seconds"]
         targets.append(Target("none: time over dist.all_reduce", over, "<= 1.2", over <= 1.2))
@@ -225,7 +225,7 @@ def main() -> int:
         found = {}
         for ranks in (2, 3, 4, 8):
             less = {**job, "numel": job["numel"] // 10, "rounds": 1, "runs": GROWTH}
-            found[ranks] = measure(f"{ranks} ranks", on_loopback(ranks), less, console)
+            found[ranks] = measure(f"{ranks} ranks", Loopback(ranks), less, console)
         record["growth"] = {str(ranks): rows for ranks, rows in found.items()}
         targets += growth_targets(found)
     return conclude(console, options, "thinwire.collectives/1", record, targets, note)

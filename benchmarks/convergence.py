@@ -17,11 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import Target, conclude, on_loopback, run_ranks
+from harness import Target, conclude, run_ranks
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from thinwire.lab import Loopback
 from thinwire.machine import busy
 
 COMPRESSORS = ("topk:0.01", "quantize:4", "onebit", "randomk:0.1")
@@ -139,7 +140,7 @@ def run_ours(options: argparse.Namespace, console: Console) -> list[dict[str, An
             if not console.is_terminal:
                 console.print(shown, highlight=False)
 
-        run_ranks(on_loopback(options.ranks), __file__, job, on_row)
+        run_ranks(Loopback(options.ranks), __file__, job, on_row)
     return rows
 
 
@@ -178,7 +179,7 @@ def one_torch(options: argparse.Namespace, job: dict[str, Any], hook: str) -> di
                  for line in done.stderr.splitlines()]  # fmt: skip
         errors = [line.strip() for line in lines if "Error" in line and "Child" not in line]
         return {"name": f"torch {hook}", "failure": errors[0] if errors else "failed"}
-    run_ranks(on_loopback(options.ranks), __file__, job, found.append)
+    run_ranks(Loopback(options.ranks), __file__, job, found.append)
     return found[0]
 
 

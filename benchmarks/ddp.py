@@ -22,9 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import Target, conclude, in_lab, on_loopback, run_ranks
+from harness import Target, conclude, run_ranks
 from rich.console import Console
 
+from thinwire.lab import Cluster, Lab, Loopback
 from thinwire.machine import busy
 
 LAYERS, WIDTH = 12, 768
@@ -158,20 +159,20 @@ def rank_pipeline(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def medians(run: Any, job: dict[str, Any]) -> dict[str, float]:
+def medians(cluster: Cluster, job: dict[str, Any]) -> dict[str, float]:
     found: dict[str, list[float]] = {}
 
     def on_row(row: dict[str, Any]) -> None:
         found.setdefault(row["name"], []).append(row["seconds"])
 
-    run_ranks(run, __file__, job, on_row)
+    run_ranks(cluster, __file__, job, on_row, limit=1200)
     return {name: statistics.median(values) for name, values in found.items()}
 
 
 def link_for(base: dict[str, Any], console: Console) -> str:
     """The rate at which the exchange takes about as long as backward."""
     with console.status("backward and exchange on loopback, to choose the link"):
-        free = medians(on_loopback(2), {**base, "part": "pipeline", "rounds": 3})
+        free = medians(Loopback(2), {**base, "part": "pipeline", "rounds": 3})
     # What encoding, decoding and a fast network take stays; the link has the rest of the time.
     rest = max(0.1 * free["backward"], free["backward"] - free["exchange"])
     return f"{8 * free['bytes'] / rest / 1e6:.1f}mbit"
@@ -200,7 +201,7 @@ def main() -> int:
     base = {"rounds": options.rounds, "batch": options.batch, "compressor": options.compressor}
     if options.only in (None, "overhead"):
         with console.status("overhead on loopback"):
-            found = medians(on_loopback(2), {**base, "part": "overhead", "batch": 128})
+            found = medians(Loopback(2), {**base, "part": "overhead", "batch": 128})
         record["overhead"] = found
         for name, seconds in found.items():
             console.print(f"{name}: {1e3 * seconds:.1f} ms a step")
@@ -209,7 +210,7 @@ def main() -> int:
     if options.only in (None, "pipeline"):
         link = options.link or link_for(base, console)
         with console.status(f"pipeline on links of {link}"):
-            found = medians(in_lab(2, link, 1200), {**base, "part": "pipeline"})
+            found = medians(Lab(2, link), {**base, "part": "pipeline"})
         record["pipeline"] = {"link": link, **found}
         for name, value in found.items():
             unit = f"{value / 1e6:.2f} MB a step" if name == "bytes" else f"{1e3 * value:.1f} ms"

@@ -21,7 +21,7 @@ from mutations import attempt, mutate, valid_frames
 
 def report(done: int, read: int, started: float, end: str) -> None:
     rate = done / max(time.monotonic() - started, 1e-9)
-    shown = f"{done:,} frames, {read:,} of them still readable, {rate:,.0f} a second"
+    shown = f"{done:,} frames, {read:,} of them still readable, {rate:,.0f} per second"
     print(f"\r{shown}  ", end=end, file=sys.stderr, flush=True)
 
 

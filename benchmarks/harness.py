@@ -1,6 +1,7 @@
-"""What the benchmarks with several ranks share: where ranks run, targets, records."""
+"""What the benchmarks with several ranks share: running ranks, targets, records."""
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.lab import Cluster
 from thinwire.machine import machine, versions
 
 
@@ -23,53 +25,34 @@ class Target(NamedTuple):
     met: bool
 
     @classmethod
-    def at_most(cls, what: str, figure: float, bound: float) -> "Target":
-        return cls(what, figure, f"<= {bound:g}", figure <= bound)
+    def at_most(cls, what: str, figure: float | None, bound: float) -> "Target":
+        value = math.nan if figure is None else figure  # not measured: missed
+        return cls(what, value, f"<= {bound:g}", value <= bound)
 
-
-Runner = Callable[[list[str], Callable[[str], None]], None]
-
-
-def in_lab(hosts: int, link: str, limit: float) -> Runner:
-    """Run on hosts in network namespaces."""
-    from thinwire.lab import Lab
-
-    def run(argv: list[str], on_line: Callable[[str], None]) -> None:
-        with Lab(hosts=hosts, link=link) as lab:
-            lab.run(argv, timeout=limit, on_line=_of_rank_0(on_line))
-
-    return run
-
-
-def on_loopback(ranks: int) -> Runner:
-    """Run on plain processes of this machine."""
-    from thinwire.compare.place import Loopback
-
-    def run(argv: list[str], on_line: Callable[[str], None]) -> None:
-        Loopback(ranks).run(argv, on_line=_of_rank_0(on_line))
-
-    return run
-
-
-def _of_rank_0(on_line: Callable[[str], None]) -> Callable[[int, str, str], None]:
-    def heard(host: int, stream: str, line: str) -> None:
-        if (host, stream) == (0, "stdout"):
-            on_line(line)
-
-    return heard
+    @classmethod
+    def at_least(cls, what: str, figure: float | None, bound: float) -> "Target":
+        value = math.nan if figure is None else figure
+        return cls(what, value, f">= {bound:g}", value >= bound)
 
 
 def run_ranks(
-    run: Runner, script: str, job: dict[str, Any], on_row: Callable[[dict[str, Any]], None]
+    cluster: Cluster,
+    script: str,
+    job: dict[str, Any],
+    on_row: Callable[[dict[str, Any]], None],
+    limit: float | None = None,
 ) -> None:
-    """Run a script's rank part; every JSON line that rank 0 prints is a row."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+    """Run a script's rank part on every host; every JSON line that rank 0 prints is a row."""
+
+    def heard(host: int, stream: str, line: str) -> None:
+        if (host, stream) == (0, "stdout") and line.startswith("{"):
+            on_row(json.loads(line))
+
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file, cluster:
         json.dump(job, file)
         file.flush()
-        run(
-            [sys.executable, script, "--as-rank", file.name],
-            lambda line: on_row(json.loads(line)) if line.startswith("{") else None,
-        )
+        argv = [sys.executable, script, "--as-rank", file.name]
+        cluster.run(argv, timeout=limit, on_line=heard)
 
 
 def show_targets(console: Console, targets: Sequence[Target]) -> None:

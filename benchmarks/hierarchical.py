@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.bench.sizes import read_size
+from thinwire.formatting import read_count
 from thinwire.machine import busy
 
 LIMIT = 3600.0  # seconds for all
@@ -121,7 +121,7 @@ def measure(options: argparse.Namespace, console: Console) -> list[dict[str, Any
     ):
         go = Path(folder, "go")
         job = {
-            "numel": read_size(options.size),
+            "numel": read_count(options.size),
             "rounds": options.rounds,
             "racks": options.racks,
             "candidates": ways,

@@ -24,13 +24,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Target, conclude, in_lab, run_ranks
+from harness import Target, conclude, run_ranks
 from rich.console import Console
 from rich.table import Table
 
 from thinwire.compare.document import Document
 from thinwire.compare.run import Comparison, shown
 from thinwire.compare.settings import ComparisonSettings
+from thinwire.lab import Lab
 
 PLAIN = (
     *("powersgd:2", "powersgd:4", "arc:0.05", "arc:0.2", "randomk:0.05,shared=true"),
@@ -137,7 +138,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
     """The metric against bytes, means over seeds; a panel for each study."""
-    from thinwire.bench.labels import place
+    from thinwire.bench.picture import place_labels
     from thinwire.report.figure import INK, new_figure, settle
 
     figure = new_figure(9.0, 5.5 * len(panels))
@@ -165,7 +166,7 @@ def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
         axes.legend(frameon=False, fontsize=8)
         labels.append((axes, points, names))
     figure.suptitle("Accuracy against bytes, four ranks, means of three seeds")
-    settle(figure, [lambda each=each: place(*each, INK) for each in labels])
+    settle(figure, [lambda each=each: place_labels(*each, INK) for each in labels])
     figure.savefig(path, format="png", facecolor="white")
 
 
@@ -223,7 +224,7 @@ def cost(options: argparse.Namespace, console: Console) -> int:
                 rows.append(row)
             status.update(f"round {row['turn'] + 1} of {options.rounds}: {row['method']}")
 
-        run_ranks(in_lab(options.ranks, options.link, 3600), __file__, job, on_row)
+        run_ranks(Lab(options.ranks, options.link), __file__, job, on_row, limit=3600)
     table = Table(title=f"a step of {options.model}, {options.ranks} hosts, {options.link}")
     for column in ("method", "collective", "ms", "lowest", "highest", "of DDP's"):
         left = column in ("method", "collective")

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from harness import Target, conclude, on_loopback, run_ranks
+from harness import Target, conclude, run_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from thinwire.compressors import Compressor, parse
 from thinwire.kernels import Key
+from thinwire.lab import Cluster, Lab, Loopback
 from thinwire.policies import Choice, Chooser, Policy, PolicyContext, TensorInfo, policy_of
 from thinwire.policies.base import Around
 
@@ -159,7 +160,9 @@ def rank_main(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def train(job: dict[str, Any], run: Any, console: Console, on_step: Any = None) -> dict[str, Any]:
+def train(
+    job: dict[str, Any], cluster: Cluster, console: Console, on_step: Any = None
+) -> dict[str, Any]:
     """The rows of one training, with a line of progress."""
     rows: list[dict[str, Any]] = []
     with console.status(f"{job['policy']}, seed {job['seed']} ...") as status:
@@ -172,7 +175,7 @@ def train(job: dict[str, Any], run: Any, console: Console, on_step: Any = None) 
                 if on_step is not None:
                     on_step(row["step"])
 
-        run_ranks(run, __file__, job, on_row)
+        run_ranks(cluster, __file__, job, on_row, limit=LIMIT)
     end = rows.pop()
     last = rows[-1]
     console.print(
@@ -186,26 +189,18 @@ def train(job: dict[str, Any], run: Any, console: Console, on_step: Any = None) 
 
 
 def link(options: argparse.Namespace, console: Console) -> tuple[list[Any], list[Target]]:
-    from thinwire.lab import Lab
-
     phase = options.phase
     names = ("none", f"bandwidth:({options.strong})", "by hand")
     found = []
     for name in names:
-        with tempfile.TemporaryDirectory() as go, Lab(options.ranks, options.fast) as lab:
+        lab = Lab(options.ranks, options.fast)
+        with tempfile.TemporaryDirectory() as go:
 
             def changed(step: int, lab: Any = lab, go: str = go) -> None:
                 if step % phase == 0:
                     for host in range(options.ranks):
                         lab.set_link(host, options.slow if step == phase else options.fast)
                     Path(go, str(step)).touch()
-
-            def run(argv: list[str], on_line: Any, lab: Any = lab) -> None:
-                def heard(host: int, stream: str, line: str) -> None:
-                    if (host, stream) == (0, "stdout"):
-                        on_line(line)
-
-                lab.run(argv, timeout=LIMIT, on_line=heard)
 
             job = {
                 "workload": options.workload or "images:hidden=256",
@@ -216,7 +211,7 @@ def link(options: argparse.Namespace, console: Console) -> tuple[list[Any], list
                 "strong": options.strong,
                 "go": go,
             }
-            found.append(train(job, run, console, changed))
+            found.append(train(job, lab, console, changed))
     table = Table(title=f"seconds at {options.fast}, then {options.slow}, then {options.fast}")
     for column in ("policy", "first", "second", "third", "all"):
         table.add_column(column, justify="left" if column == "policy" else "right")
@@ -256,7 +251,7 @@ def _followed(rows: list[dict[str, Any]], since: int) -> int:
 
 def accuracy(options: argparse.Namespace, console: Console) -> tuple[list[Any], list[Target]]:
     found = []
-    run = on_loopback(options.ranks)
+    loopback = Loopback(options.ranks)
     for seed in range(options.seeds):
         job = {
             "workload": options.workload or "images",
@@ -265,16 +260,16 @@ def accuracy(options: argparse.Namespace, console: Console) -> tuple[list[Any], 
             "steps": options.steps or 300,
             "validate": True,
         }
-        dense = train(job, run, console)
+        dense = train(job, loopback, console)
         curve = [(row["step"], row["metric"]) for row in dense["rows"] if "metric" in row]
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(curve, file)
             file.flush()
             start = options.start
             policy = f"accuracy:({start}),{options.band},{file.name}"
-            ours = train({**job, "policy": policy}, run, console)
+            ours = train({**job, "policy": policy}, loopback, console)
             ours["policy"] = f"accuracy:({start}),{options.band},dense's curve"
-        found += [dense, ours, train({**job, "policy": start}, run, console)]
+        found += [dense, ours, train({**job, "policy": start}, loopback, console)]
     ends = [each["rows"][-1]["metric"] for each in found]
     dense, ours, fixed = (sum(ends[i::3]) / options.seeds for i in range(3))
     table = Table(title="accuracy in the end, means over seeds")
@@ -328,7 +323,7 @@ def layers(options: argparse.Namespace, console: Console) -> tuple[list[Any], li
             "metered": True,
             "granularity": "tensor",
         }
-        found.append(train(job, on_loopback(options.ranks), console))
+        found.append(train(job, Loopback(options.ranks), console))
     first = profile + 3 + 1
     parts = []
     for each in found:

@@ -16,57 +16,40 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from harness import Target, show_targets
+from rich.console import Console
 
 import thinwire as tw
-from thinwire.bench.document import document
-from thinwire.bench.plan import prepare
-from thinwire.bench.progress import shown
-from thinwire.bench.result import Group, ratio
-from thinwire.bench.run import run
-from thinwire.bench.settings import Settings
-from thinwire.bench.sizes import read_size
+from thinwire.bench.results import TensorResults, document, ratio
+from thinwire.bench.run import prepare, run, shown
+from thinwire.bench.settings import BenchSettings, read_size
 
 DENSE = ("randomk:0.01", "scaledsign", "onebit", "quantize:8", "quantize:4", "quantize:2", "qsgd:7")
 SMALL = ("topk:0.01", "quantize:8", "quantize:4")
 
 
-class Result(NamedTuple):
-    """One target: what, the figure, its bound, and whether it is met."""
-
-    what: str
-    figure: float
-    bound: str
-    met: bool
-
-
-def at_most(what: str, figure: float | None, bound: float) -> Result:
-    value = math.nan if figure is None else figure
-    return Result(what, value, f"<= {bound:g}", value <= bound)
-
-
-def at_least(what: str, figure: float | None, bound: float) -> Result:
-    value = math.nan if figure is None else figure
-    return Result(what, value, f">= {bound:g}", value >= bound)
-
-
-def encoding(group: Group) -> list[Result]:
+def encoding(group: TensorResults) -> list[Target]:
     """Passes of r += g, speed-up over plain PyTorch, extra memory."""
     results = []
     for row in group.rows:
         passes, speedup = ratio(row.encode, group.baseline), ratio(row.eager_encode, row.encode)
         top = row.compressor == "topk:0.01"
         results += [
-            at_most(f"{row.compressor}: encode, passes of r += g", passes, 3 if top else 3.5),
-            at_least(f"{row.compressor}: encode, speed over eager", speedup, 25 if top else 5),
+            Target.at_most(
+                f"{row.compressor}: encode, passes of r += g", passes, 3 if top else 3.5
+            ),
+            Target.at_least(
+                f"{row.compressor}: encode, speed over eager", speedup, 25 if top else 5
+            ),
         ]
-        # A quantiser needs its payload and blocks; 1 MB allows for buffers a thread.
+        # A quantiser needs its payload and blocks; 1 MB allows for buffers per thread.
         allowed = 0.3 if top else (row.num_bytes + 1e6) / group.num_bytes
         if row.compressor != "randomk:0.01":
             what = f"{row.compressor}: extra memory, of the tensor"
-            results.append(at_most(what, row.extra_memory, round(allowed, 3)))
+            results.append(Target.at_most(what, row.extra_memory, round(allowed, 3)))
     return results
 
 
@@ -83,7 +66,7 @@ def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dic
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def accumulation(numel: int, rounds: int) -> Result:
+def accumulation(numel: int, rounds: int) -> Target:
     """Eight received frames of Top-K 1 %, unpacked and added to one tensor."""
     compressor = tw.TopK(0.01)
     generator = torch.Generator().manual_seed(1)
@@ -97,10 +80,10 @@ def accumulation(numel: int, rounds: int) -> Result:
         rounds,
     )
     figure = times["frames"] / times["pass"]
-    return at_most("topk:0.01: unpack and accumulate 8 frames, passes of r += g", figure, 2)
+    return Target.at_most("topk:0.01: unpack and accumulate 8 frames, passes of r += g", figure, 2)
 
 
-def index_coding(density: float, numel: int = 10_000_000) -> Result:
+def index_coding(density: float, numel: int = 10_000_000) -> Target:
     """Bits an index against the entropy of a Bernoulli source of that density."""
     compressor = tw.RandomK(density)
     payload = compressor.encode(torch.ones(numel), key=tw.Key(1))
@@ -109,10 +92,10 @@ def index_coding(density: float, numel: int = 10_000_000) -> Result:
     p = count / numel
     entropy = -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) / p
     what = f"indices at {density:.1%}: {bits:.3f} bits, entropy {entropy:.3f}, ratio"
-    return at_most(what, bits / entropy, 1.02)
+    return Target.at_most(what, bits / entropy, 1.02)
 
 
-def small(spec: str, rounds: int = 2000) -> Result:
+def small(spec: str, rounds: int = 2000) -> Target:
     """Microseconds to encode 10 k elements with a residual."""
     compressor = tw.parse(spec)
     generator = torch.Generator().manual_seed(1)
@@ -123,10 +106,12 @@ def small(spec: str, rounds: int = 2000) -> Result:
         begin = time.perf_counter()
         compressor.encode(gradients[step % 50], residual=residual)
         seconds.append(time.perf_counter() - begin)
-    return at_most(f"{spec}: encode 10 k elements, us", 1e6 * statistics.median(seconds), 100)
+    return Target.at_most(
+        f"{spec}: encode 10 k elements, us", 1e6 * statistics.median(seconds), 100
+    )
 
 
-def import_seconds(rounds: int = 5) -> Result:
+def import_seconds(rounds: int = 5) -> Target:
     """What `import thinwire` adds to `import torch`."""
     code = """
 import time, torch
@@ -140,7 +125,7 @@ print(time.perf_counter() - begin)
         float(subprocess.run(command, capture_output=True, check=True).stdout)
         for _ in range(rounds)
     ]
-    return at_most("import thinwire after torch, s", statistics.median(found), 0.3)
+    return Target.at_most("import thinwire after torch, s", statistics.median(found), 0.3)
 
 
 def main() -> int:
@@ -150,7 +135,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     arguments = parser.parse_args()
     numel = read_size(arguments.size)
-    settings = Settings(
+    settings = BenchSettings(
         compressors=("topk:0.01", *DENSE), sizes=(numel,), data=("normal",), rounds=arguments.rounds
     )
     plan = prepare(settings)
@@ -165,10 +150,7 @@ def main() -> int:
             *(small(spec) for spec in SMALL),
             import_seconds(),
         ]
-    width = max(len(result.what) for result in results)
-    for result in results:
-        mark = "met" if result.met else "MISSED"
-        print(f"{result.what:{width}}  {result.figure:8.3f}  {result.bound:8}  {mark}")
+    show_targets(Console(), results)
     record: dict[str, Any] = {
         "targets": [result._asdict() for result in results],
         "bench": document(report),

@@ -12,20 +12,19 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_cli import ENVIRONMENT, PROBE, SRC, python
+from test_cli import ENVIRONMENT
 from test_lab import (
     NOBODY,
-    PATIENCE_SECONDS,
-    eventually,
     new_mark,
     processes_with,
     sleepers,
     struck,
+    wait_until,
 )
 
 from thinwire.cli import main
 from thinwire.lab import Lab, clean
-from thinwire.lab.mark import VARIABLE, Mark, mark_of, own_mark
+from thinwire.lab.cleaning import VARIABLE, Owner, owner_of, this_process
 
 COMMAND = (sys.executable, "-m", "thinwire", "lab")
 
@@ -46,13 +45,6 @@ def start(*arguments, **options):
 
 
 # Arguments
-
-
-@pytest.mark.parametrize("arguments", [["lab"], ["lab", "run", "--help"], ["lab", "clean", "-h"]])
-def test_help_imports_nothing_heavy(arguments):
-    done = python("-c", PROBE, str(SRC / "thinwire"), *arguments)
-    assert done.stderr == "0 []\n"
-    assert "thinwire lab" in done.stdout
 
 
 # Arguments of `lab run` that cannot work, and a word of what must be said of them.
@@ -171,12 +163,12 @@ def test_a_terminal_gets_colours_and_what_python_prints_at_once(possible):
         os.close(theirs)
         # It is shown while the program still runs.
         assert os.read(ours, 100).decode() == "\x1b[36m[0]\x1b[0m hé\r\n"
-        assert eventually(lambda: sleepers(mark))
+        wait_until(lambda: sleepers(mark))
         command.send_signal(signal.SIGINT)
-        _, error = command.communicate(timeout=PATIENCE_SECONDS)
+        _, error = command.communicate()
     finally:
         command.kill()
-        command.communicate()
+        command.wait()
         os.close(ours)
     assert command.returncode == 130
     assert b"\x1b" not in error
@@ -220,7 +212,7 @@ with Lab(hosts=1) as lab:
 """
 
 
-def owner_of(mark):
+def stubborn_lab(mark):
     """A process that has a lab with a stubborn program, and the holder's number."""
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, STUBBORN, mark], env=ENVIRONMENT, stdout=subprocess.PIPE
@@ -250,12 +242,12 @@ def as_nobody():
 @pytest.mark.parametrize("stopped", [False, True], ids=["holder killed", "holder stopped"])
 def test_orphans_are_ended_and_nothing_else(alone, capsys, stopped):
     mark = new_mark()
-    owner, holder = owner_of(mark)
+    owner, holder = stubborn_lab(mark)
     with Lab(hosts=1) as lab:
         bystander = lab.hosts[0].start(["sleep", "60"])
-        # Carries the mark of an owner that is gone, but is in no lab.
-        forged = dataclasses.replace(own_mark(), start=1, network=1)
-        assert forged.owner_is_gone()
+        # Names an owner that is gone, but is in no lab.
+        forged = dataclasses.replace(this_process(), start=1, network=1)
+        assert forged.is_gone()
         innocent = subprocess.Popen(["sleep", "60"], env={**os.environ, VARIABLE: str(forged)})
         try:
             assert main(["lab", "clean"]) == 0
@@ -278,7 +270,7 @@ def test_orphans_are_ended_and_nothing_else(alone, capsys, stopped):
             assert len(told) == 1 + stopped
             assert all(line.startswith("ended process ") for line in told)
             assert not processes_with(mark)
-            assert eventually(lambda: not processes_with(f"thinwire.lab.holder {owner.pid}"))
+            wait_until(lambda: not processes_with(f"thinwire.lab.holder {owner.pid}"))
             assert bystander.poll() is None
             assert innocent.poll() is None
             assert clean() == []
@@ -291,20 +283,20 @@ def test_orphans_are_ended_and_nothing_else(alone, capsys, stopped):
             owner.communicate()
 
 
-def test_a_mark_names_its_owner(possible):
-    ours = own_mark()
-    assert (ours.owner, ours.owner_is_gone()) == (os.getpid(), False)
+def test_every_process_of_a_lab_names_its_owner(possible):
+    ours = this_process()
+    assert (ours.pid, ours.is_gone()) == (os.getpid(), False)
     with Lab(hosts=1) as lab:
         sleep = lab.hosts[0].start(["sleep", "60"], env={VARIABLE: "mine"})
-        assert eventually(lambda: mark_of(sleep.pid) == ours)
-        assert mark_of(lab._holder.pid) == ours
-    assert mark_of(os.getpid()) is None
+        wait_until(lambda: owner_of(sleep.pid) == ours)
+        assert owner_of(lab._holder.pid) == ours
+    assert owner_of(os.getpid()) is None
     gone = subprocess.Popen(["true"])
     try:
-        assert eventually(lambda: Mark(gone.pid, 1, ours.processes, 1).owner_is_gone())
+        wait_until(lambda: Owner(gone.pid, 1, ours.processes, 1).is_gone())
     finally:
         gone.wait()
-    assert Mark(gone.pid, 1, ours.processes, 1).owner_is_gone()
+    assert Owner(gone.pid, 1, ours.processes, 1).is_gone()
     # Seen from another process namespace no number says anything, so nothing is certain.
-    assert not Mark(gone.pid, 1, ours.processes + 1, 1).owner_is_gone()
-    assert Mark(os.getpid(), ours.start - 1, ours.processes, 1).owner_is_gone()
+    assert not Owner(gone.pid, 1, ours.processes + 1, 1).is_gone()
+    assert Owner(os.getpid(), ours.start - 1, ours.processes, 1).is_gone()

@@ -19,11 +19,18 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import MissingExtraError
-from thinwire.lab import HostFailedError, Lab, LabError, RunTimeoutError, parse_rate, why_not
+from thinwire.lab import (
+    HostFailedError,
+    Lab,
+    LabError,
+    Loopback,
+    RunTimeoutError,
+    parse_rate,
+    why_not,
+)
 
 PYTHON = (sys.executable, "-I", "-S", "-c")  # without site-packages: starts in 15 ms
 NOBODY = 65534
-PATIENCE_SECONDS = 10.0
 marks = itertools.count()
 
 # Both send at once, each as many bytes as its argument says. Prints the bits a second that came
@@ -79,6 +86,16 @@ def lab(possible):
         yield lab
 
 
+@pytest.fixture(params=["lab", "loopback"])
+def cluster(request, lab):
+    """Whatever runs programs does it in the same way."""
+    if request.param == "lab":
+        yield lab
+    else:
+        with Loopback(hosts=2) as loopback:
+            yield loopback
+
+
 def shell(script):
     return ["sh", "-c", script]
 
@@ -120,11 +137,10 @@ def users_of(namespaces):
     return found
 
 
-def eventually(condition, seconds=PATIENCE_SECONDS):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+def wait_until(condition):
+    """Comes back when the condition holds; the time limit of all tests ends it if it never does."""
+    while not condition():
         time.sleep(0.02)
-    return condition()
 
 
 # Rates
@@ -171,8 +187,9 @@ def test_wrong_arguments_are_refused(arguments, error, words):
 
 
 def test_a_lab_that_is_not_open_says_so():
-    with pytest.raises(LabError, match="not open"):
-        Lab(hosts=2).run(["true"])
+    for closed in (Lab(hosts=2), Loopback(hosts=2)):
+        with pytest.raises(LabError, match="not open: with"):
+            closed.run(["true"])
 
 
 def test_what_a_host_lacks_is_refused(lab):
@@ -180,6 +197,13 @@ def test_what_a_host_lacks_is_refused(lab):
         lab.set_link(2, "10mbit")
     with pytest.raises(FileNotFoundError, match="host 0: no program 'no-such-program'"):
         lab.run(["no-such-program"])
+
+
+def test_one_rack_has_no_uplink(lab):
+    assert [host.rack for host in lab.hosts] == [0, 0]
+    assert lab.inter_counters() == []
+    with pytest.raises(ValueError, match="this lab has one"):
+        lab.set_inter("10mbit")
 
 
 def test_a_missing_package_names_its_extra(monkeypatch):
@@ -201,7 +225,7 @@ def exchange(lab, size, back=None):
     """((mean and best bits a second), bytes) that came over the links, both used at once."""
     back = size if back is None else back
     before = lab.counters()
-    results = lab.run([*PYTHON, EXCHANGE, str(size), str(back)], timeout=30)
+    results = lab.run([*PYTHON, EXCHANGE, str(size), str(back)])
     carried = [last - first for last, first in zip(lab.counters(), before, strict=True)]
     return [
         ([float(word) for word in r.stdout.split()], c.received_bytes)
@@ -209,32 +233,33 @@ def exchange(lab, size, back=None):
     ]
 
 
-def rate_is(lab, bits, size, back=None, tolerance=0.05):
-    """Whether the directions in use have their rate: none is ever faster, and each reaches it."""
-    tries = []
-    for _ in range(5):
-        tries.append([[rate / bits for rate in rates] for rates, _ in exchange(lab, size, back)])
-        used = [rates for rates in tries[-1] if rates]
-        assert all(mean <= 1 + tolerance for mean, _ in used), tries
+def check_rate(lab, bits, size, back=None, tolerance=0.05):
+    """The directions in use have their rate: none is ever faster, and each reaches it.
+
+    A machine that is busy with other things may need more than one try for the latter.
+    """
+    while True:
+        found = [[rate / bits for rate in rates] for rates, _ in exchange(lab, size, back)]
+        used = [rates for rates in found if rates]
+        assert all(mean <= 1 + tolerance for mean, _ in used), found
         if all(best >= 1 - tolerance for _, best in used):
-            return True
-    pytest.fail(f"rates are {tries} of what they should be, more than {tolerance:.0%} off")
+            return
 
 
 def test_links_have_their_rate_both_ways_and_change_it(lab):
-    assert rate_is(lab, 20e6, 2_000_000)
+    check_rate(lab, 20e6, 2_000_000)
     lab.set_link(0, "60mbit")
     lab.set_link(1, "60mbit")
-    assert rate_is(lab, 60e6, 6_000_000)
+    check_rate(lab, 60e6, 6_000_000)
     lab.set_link(1, "20mbit")  # the slower end of a path decides
-    assert rate_is(lab, 20e6, 2_000_000, back=0)
+    check_rate(lab, 20e6, 2_000_000, back=0)
     lab.set_link(0, "20mbit")
 
 
 def test_each_host_can_have_a_rate_of_its_own():
     with Lab(hosts=2, link=["100mbit", "10mbit"]) as lab:
         # One way: acknowledgements that wait behind data make TCP itself uneven at first.
-        assert rate_is(lab, 10e6, 1_000_000, back=0)
+        check_rate(lab, 10e6, 1_000_000, back=0)
 
 
 def test_counters_count_what_was_sent(lab):
@@ -269,7 +294,7 @@ except ConnectionRefusedError:
     print(*sorted(name for _, name in socket.if_nameindex()))
     print(*(line.split()[1] for line in open("/proc/net/route").readlines()[1:]))
 """
-        for result in lab.run([*PYTHON, probe], timeout=20):
+        for result in lab.run([*PYTHON, probe]):
             assert result.stdout.splitlines() == ["lo wire0", "00004D0A"]  # 10.77.0.0, no default
 
 
@@ -292,47 +317,45 @@ def test_each_program_knows_its_place(lab):
     )
 
 
-def test_long_output_and_a_last_line_without_end_arrive(lab):
-    results = lab.run(
+def test_long_output_and_a_last_line_without_end_arrive(cluster):
+    results = cluster.run(
         [*PYTHON, "print('x' * 99 + '\\n' * 1, end='') or print('y' * 10**6, end='')"]
     )
     assert {r.stdout for r in results} == {"x" * 99 + "\n" + "y" * 10**6}
 
 
-def test_a_failing_host_ends_the_rest(lab):
+def test_a_failing_host_ends_the_rest(cluster):
     mark = new_mark()
-    began = time.monotonic()
     with pytest.raises(HostFailedError, match="host 1 failed with exit code 7:\nworse") as caught:
-        lab.run(shell(f"test $RANK = 0 || {{ echo worse >&2; exit 7; }}; exec sleep {mark}"))
+        cluster.run(shell(f"test $RANK = 0 || {{ echo worse >&2; exit 7; }}; exec sleep {mark}"))
     assert (caught.value.host, caught.value.exit_code) == (1, 7)
     assert [r.exit_code for r in caught.value.results] == [-signal.SIGTERM, 7]
-    assert time.monotonic() - began < PATIENCE_SECONDS
     assert not processes_with(mark)
 
 
-def test_a_program_that_a_signal_ended_is_told_so(lab):
+def test_a_program_that_a_signal_ended_is_told_so(cluster):
     with pytest.raises(HostFailedError, match="host 0 was ended by SIGKILL"):
-        lab.run(shell("test $RANK = 1 || kill -9 $$; sleep 60"))
+        cluster.run(shell("test $RANK = 1 || kill -9 $$; sleep 60"))
 
 
-def test_a_timeout_ends_all_even_the_stubborn(lab):
+def test_a_timeout_ends_all_even_the_stubborn(cluster):
     mark = new_mark()
     script = f"trap '' TERM; sleep {mark} & echo ready; wait; wait"
-    with pytest.raises(RunTimeoutError, match=r"not done after 0.5 s.*\n  host 0: ready") as caught:
-        lab.run(shell(script), timeout=0.5)
+    with pytest.raises(RunTimeoutError, match=r"not done after 2 s.*\n  host 0: ready") as caught:
+        cluster.run(shell(script), timeout=2)
     assert isinstance(caught.value, TimeoutError)
     assert caught.value.late == [0, 1]
-    assert eventually(lambda: not processes_with(mark))  # the killed children of killed programs
+    wait_until(lambda: not processes_with(mark))  # the killed children of killed programs
 
 
-def test_an_error_in_on_line_ends_all(lab):
+def test_an_error_in_on_line_ends_all(cluster):
     mark = new_mark()
 
     def refuse(host, stream, line):
         raise KeyError(line)
 
     with pytest.raises(KeyError, match="hello"):
-        lab.run(shell(f"echo hello; exec sleep {mark}"), on_line=refuse)
+        cluster.run(shell(f"echo hello; exec sleep {mark}"), on_line=refuse)
     assert not processes_with(mark)
 
 
@@ -344,12 +367,13 @@ def test_a_program_outlives_the_thread_that_started_it_but_not_the_lab():
         )
         thread.start()
         thread.join()
-        assert eventually(lambda: sleepers(mark))
+        wait_until(lambda: sleepers(mark))
         time.sleep(0.1)
         assert started[0].poll() is None
         orphan = new_mark()
-        lab.run(shell(f"setsid sleep {orphan} & sleep 0.2"))
-        assert eventually(lambda: sleepers(orphan))
+        # Sleeping, it is in a session of its own: out of reach for who ends the program.
+        lab.run(shell(f"setsid sleep {orphan} & until grep -q sleep /proc/$!/comm; do :; done"))
+        assert sleepers(orphan)
     assert started[0].returncode == -signal.SIGTERM
     assert not processes_with(mark)
     assert not processes_with(orphan)
@@ -357,10 +381,12 @@ def test_a_program_outlives_the_thread_that_started_it_but_not_the_lab():
 
 def test_a_lab_whose_holder_dies_says_so():
     with Lab(hosts=1) as lab:
-        end = threading.Timer(0.3, os.kill, (lab._holder.pid, signal.SIGKILL))
-        end.start()
+
+        def strike(host, stream, line):
+            os.kill(lab._holder.pid, signal.SIGKILL)
+
         with pytest.raises(LabError, match="holds the lab has ended"):
-            lab.run(["sleep", "60"])
+            lab.run(shell("echo ready; exec sleep 3600"), on_line=strike)
         with pytest.raises(LabError, match="holds the lab has ended"):
             lab.counters()
 
@@ -387,15 +413,15 @@ def struck(process, namespaces_of, mark, blow):
     try:
         namespaces = namespaces_of(process.stdout)
         assert len(set(namespaces)) == 2
-        assert eventually(lambda: sleepers(mark) == 4)
+        wait_until(lambda: sleepers(mark) == 4)
         assert users_of(namespaces)
         process.send_signal(blow)
-        _, complaints = process.communicate(timeout=PATIENCE_SECONDS)
+        _, complaints = process.communicate()
     finally:
         process.kill()
-        process.communicate()
-    assert eventually(lambda: not processes_with(mark)), processes_with(mark)
-    assert eventually(lambda: not users_of(namespaces)), users_of(namespaces)
+        process.wait()
+    wait_until(lambda: not processes_with(mark))
+    wait_until(lambda: not users_of(namespaces))
     return complaints
 
 
@@ -430,18 +456,19 @@ def test_an_exception_in_the_block_ends_all():
 # Others
 
 VISITOR = """
-import json, os, sys
-from thinwire.lab import Lab, why_not
-reason = why_not()
-if reason is None:
-    with Lab(hosts=2, link="20mbit") as lab:
-        lab.run([sys.executable, "-I", "-S", "-c", sys.argv[1], "200000", "200000"], timeout=30)
-        lab.set_link(0, "10mbit")
-        users = [int(result.stdout) for result in lab.run(["id", "-u"])]
-        sent = [c.sent_bytes for c in lab.counters()]
+import contextlib, json, sys
+from thinwire.lab import Lab, LabError
+with contextlib.ExitStack() as stack:
+    try:
+        lab = stack.enter_context(Lab(hosts=2, link="20mbit"))
+    except LabError as error:
+        print(json.dumps([str(error), None, None]))
+        sys.exit()
+    lab.run([sys.executable, "-I", "-S", "-c", sys.argv[1], "200000", "200000"])
+    lab.set_link(0, "10mbit")
+    users = [int(result.stdout) for result in lab.run(["id", "-u"])]
+    sent = [c.sent_bytes for c in lab.counters()]
     print(json.dumps([None, users, sent]))
-else:
-    print(json.dumps([reason, None, None]))
 """
 
 
@@ -489,7 +516,7 @@ dist.destroy_process_group()
 def test_gloo_reduces_across_hosts(lab):
     before = lab.counters()
     env = {"OMP_NUM_THREADS": "1"}
-    lab.run([sys.executable, "-c", ALL_REDUCE], env=env, timeout=60)
+    lab.run([sys.executable, "-c", ALL_REDUCE], env=env)
     # With two ranks each sends all of its tensor once: 400,000 bytes, headers and the store's talk.
     for last, first in zip(lab.counters(), before, strict=True):
         assert 400_000 < (last - first).sent_bytes < 480_000

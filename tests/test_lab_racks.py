@@ -4,7 +4,7 @@ import itertools
 import subprocess
 
 import pytest
-from test_lab import EXCHANGE, PYTHON, rate_is, shell
+from test_lab import EXCHANGE, PYTHON, check_rate, shell
 
 from thinwire.lab import Lab, read_links
 from thinwire.lab.topology import lay_out
@@ -30,7 +30,7 @@ def talk(lab, first, second, size, back):
         )
         for rank, host in enumerate((first, second))
     ]
-    assert [program.wait(30) for program in programs] == [0, 0]
+    assert [program.wait() for program in programs] == [0, 0]
     after = lab.counters(), lab.inter_counters()
     return tuple(
         [last - early for last, early in zip(*pair, strict=True)]
@@ -87,7 +87,7 @@ def test_links_are_read_from_a_file(tmp_path):
         ("1gbit 2gbit\n", r"links\.txt, line 1: .* got '1gbit 2gbit'"),
         ("1kbit", r"links\.txt, line 1: a rate must be from 10kbit"),
         ("\xff\n", r"links\.txt, line 1: "),
-        ("# nothing\n\n", r"links\.txt: expected a rate a line, like '100mbit', found none"),
+        ("# nothing\n\n", r"links\.txt: expected one rate per line, like '100mbit', found none"),
     ],
 )
 def test_a_file_without_rates_is_refused(tmp_path, text, words):
@@ -149,16 +149,8 @@ def test_a_rack_that_is_not_spoken_to_carries_nothing(possible):
 
 def test_racks_have_their_rate_both_ways_and_change_it(possible):
     with Lab(hosts=2, link="1gbit", racks=2, inter="20mbit", queue_seconds=0.02) as lab:
-        assert rate_is(lab, 20e6, 1_500_000)
+        check_rate(lab, 20e6, 1_500_000)
         lab.set_inter("50mbit")
-        assert rate_is(lab, 50e6, 3_000_000)
+        check_rate(lab, 50e6, 3_000_000)
         with pytest.raises(ValueError, match="a rate is a number"):
             lab.set_inter("fast")
-
-
-def test_one_rack_has_no_uplink(possible):
-    with Lab(hosts=2) as lab:
-        assert [host.rack for host in lab.hosts] == [0, 0]
-        assert lab.inter_counters() == []
-        with pytest.raises(ValueError, match="this lab has one"):
-            lab.set_inter("10mbit")

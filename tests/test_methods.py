@@ -33,6 +33,7 @@ from thinwire.feedback.registry import feedback_for
 from thinwire.feedback.state import ScratchBuffers
 from thinwire.frames.payload import add_all
 from thinwire.methods import Recipe, list_methods, method_of
+from thinwire.methods.recipes import usages
 from thinwire.parallel.momentum import take_momentum, with_momentum
 from thinwire.parallel.plan import Piece, PlannedExchange, Planner
 from thinwire.policies import Fixed, Journal, PolicyContext, TensorInfo
@@ -603,7 +604,7 @@ def test_every_method_has_a_usage_and_a_line():
     names = list(list_methods())
     assert names[:6] == ["dgc", "signsgd", "signum", "ef-signsgd", "1bit-sgd", "qsgd"]
     assert {"powersgd", "arc", "topk", "onebit", "terngrad", "natural"} == set(names[6:])
-    for name, (usage, made, line) in list_methods().items():
+    for name, (usage, made, line) in usages().items():
         assert usage.partition(":")[0] == name
         assert line.endswith("."), f"{name}: the first line of the docstring is a sentence"
         compressor, feedback, collective = re.fullmatch(r"(.*) \+ (.*), (\w+)", made).groups()
@@ -698,7 +699,7 @@ def test_unbiased_methods_remember_nothing():
             assert recipe.feedback == tw.feedback.NoFeedback()
             assert recipe.compressor.unbiased
     for name, collective in (("qsgd", "gather"), ("terngrad", "auto"), ("natural", "auto")):
-        assert list_methods()[name].parts.endswith(f" + none, {collective}")
+        assert usages()[name].parts.endswith(f" + none, {collective}")
 
 
 # Votes
@@ -853,7 +854,7 @@ def test_methods_are_listed(capsys):
     assert max(map(len, table.splitlines())) <= 100
     assert main(["methods", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [tuple(row.values()) for row in rows[:-3]] == list(list_methods().values())
+    assert [tuple(row.values()) for row in rows[:-3]] == list(usages().values())
     assert [row["usage"] for row in rows[-3:]] == ["onebit-adam", "onebit-lamb", "zero-one-adam"]
     assert all(list(row) == ["usage", "made of", "description"] for row in rows)
 

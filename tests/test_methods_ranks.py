@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.compressors.joint import normal as drawn
 from thinwire.methods import list_methods, method_of
+from thinwire.methods.recipes import usages
 from thinwire.reducer.exchange import Driver
 from thinwire.reducer.unit import Unit
 
@@ -724,7 +725,7 @@ def spec_of(usage: str) -> str:
 @law(2)
 def on_every_method_trains_with_equal_replicas() -> None:
     found = set()
-    for usage, _, _ in list_methods().values():
+    for usage, _, _ in usages().values():
         spec = spec_of(usage)
         torch.manual_seed(0)
         model = plain()

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from typing import IO, TYPE_CHECKING, NamedTuple
@@ -174,17 +175,17 @@ def one_line(text: object) -> str:
 # Tables
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """One column of a table."""
 
     title: str
-    right: bool = False  # flush right, as numbers are
-    wrap: bool = True  # False: its cells are never broken to fit the width
+    right: bool = False  # flush right and never broken, as numbers are
+    wrap: bool = True  # False: its cells are not broken either
     bold: bool = False
 
 
 def table(
-    columns: Sequence[Column | str], rows: Iterable[Sequence[str]], title: str = ""
+    columns: Sequence[TableColumn | str], rows: Iterable[Sequence[str]], title: str = ""
 ) -> "Table":
     """A table of text: a line below the headings and none around it; no markup is read.
 
@@ -203,13 +204,20 @@ def table(
         pad_edge=False,
         show_edge=False,
     )
-    for column in columns:
+    rows = list(rows)
+    for number, column in enumerate(columns):
         if isinstance(column, str):
-            column = Column(column)
+            column = TableColumn(column)
+        heading = column.title
+        if column.right:
+            # As narrow as its figures: what is left of the width is for words.
+            cells = [row[number] for row in rows if number < len(row)]
+            narrow = max(map(len, [*cells, *heading.split()]))
+            heading = "\n".join(textwrap.wrap(heading, narrow))
         found.add_column(
-            Text(column.title),
+            Text(heading),
             justify="right" if column.right else "left",
-            no_wrap=not column.wrap,
+            no_wrap=column.right or not column.wrap,
             overflow="fold",
             style="bold" if column.bold else "",
         )
@@ -245,10 +253,10 @@ def text_of(found: "Table", width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
-def console(file: IO[str] | None = None) -> "Console":
-    """Standard output, or another file, as rich sees it: a terminal's own width, else `WIDTH`."""
+def console(file: IO[str] | None = None, width: int = WIDTH) -> "Console":
+    """Standard output, or another file, as rich sees it; `width` is that of a pipe or a file."""
     from rich.console import Console
 
     file = sys.stdout if file is None else file
     known = file.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(file=file, width=None if known else WIDTH, highlight=False)
+    return Console(file=file, width=None if known else width, highlight=False)

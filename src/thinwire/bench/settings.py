@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from thinwire.formatting import read_count
+
 COMPRESSORS = (
     *("none", "cast:bf16", "topk:0.01", "topk:0.001", "randomk:0.01"),
     *("quantize:8", "quantize:4", "quantize:2", "qsgd:7"),
@@ -15,15 +17,16 @@ DATA = {
 }
 SIZE = "4M"
 ROUNDS = 11
+MOST_ELEMENTS = 1 << 32  # that a frame may hold
 EAGER_ROUNDS = 3  # plain PyTorch is 10 to 50 times slower, and its own time matters less
 
 
-class SettingError(ValueError):
+class BenchSettingError(ValueError):
     """A run that cannot be done as it was asked for; the message is meant for the user."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What a run measures.
 
     Args:
@@ -43,3 +46,16 @@ class Settings:
     rounds: int = ROUNDS
     eager: bool = True
     threads: int | None = None
+
+
+def read_size(text: str) -> int:
+    """The number of elements that `text` means."""
+    try:
+        size = read_count(text)
+    except ValueError as error:
+        raise BenchSettingError(str(error)) from None
+    if not 1 <= size <= MOST_ELEMENTS:
+        raise BenchSettingError(
+            f"a size is a whole number of elements from 1 to 2^32, got {text!r}"
+        )
+    return size

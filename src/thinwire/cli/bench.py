@@ -8,28 +8,34 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.bench.settings import COMPRESSORS, DATA, ROUNDS, SIZE, SettingError, Settings
-from thinwire.bench.sizes import read_size
-from thinwire.cli.interrupt import INTERRUPTED, patient
-from thinwire.cli.parser import complain
+from thinwire.bench.settings import (
+    COMPRESSORS,
+    DATA,
+    ROUNDS,
+    SIZE,
+    BenchSettingError,
+    BenchSettings,
+    read_size,
+)
+from thinwire.cli.parsing import INTERRUPTED, Commands, complain, patient
 
 if TYPE_CHECKING:
-    from thinwire.bench.result import Report
-    from thinwire.cli.parser import Parser
+    from thinwire.bench.results import BenchReport
 
 _DESCRIPTION = """\
 Measure speed, size, error and memory of compressors on this machine.
 
-Every round times one r += g over the tensor and then each compressor once; medians are shown. The
-first use of a compressor compiles its kernels, which takes some seconds and is not timed.
+Every round times one r += g over the tensor and then each compressor once;
+medians are shown. The first use of a compressor compiles its kernels, which
+takes some seconds and is not timed.
 """
 _EPILOG = f"""\
 compressors measured unless --with is given:
-{textwrap.fill("; ".join(COMPRESSORS), 90, initial_indent="  ", subsequent_indent="  ")}
+{textwrap.fill("; ".join(COMPRESSORS), 78, initial_indent="  ", subsequent_indent="  ")}
 
 examples:
   thinwire bench
-  thinwire bench --with "topk:0.01; topk:0.01|quantize:4" --size 1M 25.6M --data heavy
+  thinwire bench --with "topk:0.01; onebit" --size 1M 25.6M --data heavy
   thinwire bench --input gradients.safetensors --plot report/bench.html
   thinwire bench --no-eager --json > bench.json
 
@@ -37,7 +43,7 @@ Ctrl-C stops a run and shows what was done until then.
 """
 
 
-def add(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure compressors on this machine",
@@ -73,7 +79,13 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
         "as one tensor",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--rounds", metavar="N", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
+    how.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        default=ROUNDS,
+        help=f"times to measure; default: {ROUNDS}",
+    )
     how.add_argument("--threads", metavar="N", type=int, help="default: as many as torch uses")
     how.add_argument(
         "--no-eager", action="store_true", help="do not time plain PyTorch for comparison"
@@ -101,14 +113,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         settings = _settings(arguments)
         _check_outputs(arguments)
-        from thinwire.bench.plan import prepare
-        from thinwire.bench.progress import shown
+        from thinwire.bench.run import prepare, shown
         from thinwire.bench.run import run as measure
 
         plan = prepare(settings)
         with shown(plan.num_steps) as tick:
             report = measure(plan, tick)
-    except (SettingError, MissingExtraError) as error:
+    except (BenchSettingError, MissingExtraError) as error:
         return complain("bench", error)
     _show(report, arguments)
     if report.interrupted:
@@ -117,21 +128,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
+def _settings(arguments: argparse.Namespace) -> BenchSettings:
     for name in ("rounds", "threads"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise SettingError(f"--{name} must be at least 1, got {value}")
+            raise BenchSettingError(f"--{name} must be at least 1, got {value}")
     if arguments.input is not None and (arguments.size or arguments.data):
-        raise SettingError("--size and --data are for generated tensors, so not with --input")
+        raise BenchSettingError("--size and --data are for generated tensors, so not with --input")
     kinds = _words(arguments.data, ",") or tuple(DATA)
     for kind in kinds:
         if kind not in DATA:
-            raise SettingError(f"--data: unknown kind {kind!r}, known: {', '.join(DATA)}")
+            raise BenchSettingError(f"--data: unknown kind {kind!r}, known: {', '.join(DATA)}")
     if arguments.specs is not None and not _words(arguments.specs, ";"):
-        raise SettingError("--with names no compressor")
+        raise BenchSettingError("--with names no compressor")
     sizes = _words(arguments.size, ",") or (SIZE,)
-    return Settings(
+    return BenchSettings(
         compressors=_words(arguments.specs, ";") or COMPRESSORS,
         sizes=tuple(dict.fromkeys(read_size(size) for size in sizes)),
         data=kinds,
@@ -153,7 +164,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     plot: Path | None = arguments.plot
     if plot is not None:
         if plot.suffix not in (".png", ".html"):
-            raise SettingError(f"--plot: expected a file named .png or .html, got {plot}")
+            raise BenchSettingError(f"--plot: expected a file named .png or .html, got {plot}")
         from thinwire.report import require_matplotlib
 
         require_matplotlib("thinwire bench --plot")
@@ -163,34 +174,33 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise SettingError(f"cannot write {path}: {error.strerror}") from None
+            raise BenchSettingError(f"cannot write {path}: {error.strerror}") from None
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise SettingError(f"cannot write {path}: not a file, or no permission")
+            raise BenchSettingError(f"cannot write {path}: not a file, or no permission")
 
 
-def _show(report: "Report", arguments: argparse.Namespace) -> None:
+def _show(report: "BenchReport", arguments: argparse.Namespace) -> None:
     with patient():
         _print(report, arguments)
     if arguments.plot is not None and report.groups:
-        from thinwire.bench.page import write_page
-        from thinwire.bench.plot import write_picture
+        from thinwire.bench.picture import write_page, write_picture
 
         write = write_page if arguments.plot.suffix == ".html" else write_picture
         write(report, arguments.plot)
         print(f"wrote {arguments.plot}", file=sys.stderr)
 
 
-def _print(report: "Report", arguments: argparse.Namespace) -> None:
-    from thinwire.bench.document import document
+def _print(report: "BenchReport", arguments: argparse.Namespace) -> None:
+    from thinwire.bench.results import document
 
     text = json.dumps(document(report), indent=2, allow_nan=False)
     if arguments.json:
         print(text)
     else:
-        from thinwire.bench.table import print_report
-        from thinwire.cli.screen import console
+        from thinwire.bench.table import WIDTH, print_report
+        from thinwire.formatting import console
 
-        print_report(report, console())
+        print_report(report, console(width=WIDTH))
     sys.stdout.flush()
     if arguments.out is not None:
         arguments.out.write_text(text + "\n", encoding="utf-8")

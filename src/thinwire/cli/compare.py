@@ -1,4 +1,7 @@
-"""`thinwire compare`: train with and without compression on a slow network, and show it."""
+"""`thinwire compare` trains with and without compression on a slow network and reports on it.
+
+`thinwire report` draws the report of a comparison anew from its data.
+"""
 
 import argparse
 import shlex
@@ -6,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.interrupt import INTERRUPTED, patient
-from thinwire.cli.parser import complain
+from thinwire.cli.parsing import INTERRUPTED, Commands, complain, patient
 from thinwire.compare.settings import (
     BASELINE,
     BASELINES,
@@ -22,45 +24,51 @@ from thinwire.compare.settings import (
 )
 
 if TYPE_CHECKING:
-    from thinwire.cli.parser import Parser
     from thinwire.compare.document import Document
 
 _DESCRIPTION = """\
-Train one model with several methods over a slow network, and write a report on what they bring.
+Train one model with several methods over a slow network, and write a report on
+what they bring.
 
-Every host is a process with a link of its own, in a network namespace of this machine. Where none
-can be made (no permission, no Linux) ranks talk over loopback, and times are projected for the link
-from the bytes sent; every table and picture says so.
+Every host is a process with a link of its own, in a network namespace of this
+machine. Where none can be made (no permission, no Linux) ranks talk over
+loopback, and times are projected for the link from the bytes sent; every table
+and picture says so.
 """
 _EPILOG = f"""\
 methods:
   ddp                     plain DistributedDataParallel, fp32
   torch:fp16, torch:bf16, torch:powersgd[:RANK]
-                          PyTorch's own hooks; with ddp they are always in the picture
-  dgc:0.001, signsgd ...  thinwire's named methods (see thinwire methods)
-  COMPRESSOR[+FEEDBACK]   thinwire, such as topk:0.01+ef14 or "topk:0.01|quantize:4"
-                          (see thinwire compressors)
+                          PyTorch's own hooks; with ddp they are always measured
+  dgc:0.001, signsgd ...  named methods (see thinwire methods)
+  COMPRESSOR[+FEEDBACK]   such as topk:0.01+ef14 or "topk:0.01|quantize:4"
+                          (see thinwire compressors, thinwire feedbacks)
+  auto, bandwidth:(...)   what chooses compressors (see thinwire policies)
   script                  your script, unchanged
   by default: {", ".join(METHODS)}
 
 workloads:
-  images, text            bundled, with arguments such as images:batch_size=64,hidden=512
-  SCRIPT.py               your own, run as by torchrun with what follows after --; its
-                          DistributedDataParallel models get each method in turn, every backward()
-                          is a step, and tw.track(accuracy, "accuracy, %") tells the metric
+  images, text            bundled, with arguments such as images:batch_size=64
+  SCRIPT.py               your own, run as by torchrun with what follows --; its
+                          DistributedDataParallel models get each method in
+                          turn, every backward() is a step, and
+                          tw.track(accuracy, "accuracy, %") reports the metric
 
 examples:
   thinwire compare
-  thinwire compare --with "topk:0.001, quantize:4, onebit" --link 1gbit --sweep 100mbit,10gbit
+  thinwire compare --with "topk:0.001, onebit" --link 1gbit --sweep 10mbit
   thinwire compare --workload text --steps 600 --seeds 3 --out report/text
   thinwire compare --workload train.py --hosts 2 --link 50mbit -- --epochs 1
 
-Exit code: 0; 1 if a method that was asked for failed or diverged; 2 for wrong arguments; 130 after
-Ctrl-C, with a report of what was done until then.
+Exit code: 0; 1 if a method that was asked for failed or diverged; 2 for wrong
+arguments; 130 after Ctrl-C, with a report of what was done until then.
 """
 
 
-def add(commands: "argparse._SubParsersAction[Parser]") -> None:
+_REPORT = "Draw the page and pictures of a comparison from the data.json that it wrote."
+
+
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "compare",
         help="train with and without compression on a slow network",
@@ -78,13 +86,13 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--steps",
         metavar="N",
         type=int,
-        help=f"of a training; default: {STEPS} for {WORKLOAD}, else the workload's own",
+        help=f"per training; default: {STEPS} for the default workload, else the workload's own",
     )
     how_long.add_argument(
-        "--seconds", metavar="S", type=float, help="train as long as that instead, on the link"
+        "--seconds", metavar="S", type=float, help="train for so long instead of so many steps"
     )
     what.add_argument(
-        "--target", metavar="X", type=float, help="end a training when its metric is as good"
+        "--target", metavar="X", type=float, help="end a training when its metric has reached this"
     )
     what.add_argument(
         "--seeds", metavar="N", type=int, default=1, help="trainings of each method; default: 1"
@@ -94,14 +102,22 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
         metavar="N",
         type=int,
         default=EVALUATIONS,
-        help=f"of the metric in a training; default: {EVALUATIONS}",
+        help=f"of the metric per training; default: {EVALUATIONS}",
     )
     where = parser.add_argument_group("on which network")
     where.add_argument("--hosts", metavar="N", type=int, help=f"default: {HOSTS}")
     link = where.add_mutually_exclusive_group()
     link.add_argument("--link", metavar="RATE", help=f"of every host; default: {LINK}")
-    link.add_argument("--links", metavar="FILE", type=Path, help="a rate for each host, one a line")
-    where.add_argument("--racks", metavar="N", type=int, default=1, help="divide the hosts")
+    link.add_argument(
+        "--links", metavar="FILE", type=Path, help="a file with a rate for each host, one per line"
+    )
+    where.add_argument(
+        "--racks",
+        metavar="N",
+        type=int,
+        default=1,
+        help="divide the hosts over N switches; default: 1",
+    )
     where.add_argument("--inter", metavar="RATE", help="of the links between racks")
     where.add_argument(
         "--sweep",
@@ -115,8 +131,8 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--patience",
         metavar="S",
         type=float,
-        help="seconds without a step after which a method hangs; default: many times what a dense "
-        "step takes, for a script 300",
+        help="seconds without a step after which a method counts as hanging; default: many times "
+        "what an uncompressed step takes, for a script 300",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -128,6 +144,18 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
+    _add_report(commands)
+
+
+def _add_report(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "report", help="draw a comparison's report again", description=_REPORT
+    )
+    parser.add_argument("data", metavar="DATA.json", type=Path, help="written by thinwire compare")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, help="where to; default: where the data is"
+    )
+    parser.set_defaults(run=run_report)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -153,6 +181,18 @@ def run(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
     found = [method for method in document.methods if method.name in comparison.asked]
     return int(any(method.error or method.diverged for method in found))
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    from thinwire.errors import MissingExtraError
+    from thinwire.report import read_document, write
+
+    try:
+        page, *_ = write(read_document(arguments.data), arguments.out or arguments.data.parent)
+    except (OSError, ValueError, MissingExtraError) as error:
+        return complain("report", error)
+    print(f"wrote {page}", file=sys.stderr)
+    return 0
 
 
 def _settings(arguments: argparse.Namespace) -> ComparisonSettings:
@@ -274,8 +314,8 @@ def _check_output(folder: Path) -> None:
 
 
 def _show(document: "Document", folder: Path) -> None:
-    from thinwire.cli.screen import console
     from thinwire.compare.table import print_document
+    from thinwire.formatting import console
     from thinwire.report import write
 
     print_document(document, console())

@@ -4,16 +4,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from thinwire.cli import bench, compare, compressors, lab, methods, policies, report
-from thinwire.cli.interrupt import INTERRUPTED
-from thinwire.cli.parser import Parser
+from thinwire.cli import bench, compare, lab, listings
+from thinwire.cli.parsing import INTERRUPTED, Parser
 
 _DESCRIPTION = "Communication compression for distributed training."
 _EXAMPLES = """\
 examples:
-  thinwire compare                             does it pay? train on a slow network and see
-  thinwire compressors                         every compressor and its arguments
-  thinwire bench                               compare them on this machine
+  thinwire compare         does it pay? train on a slow network and see
+  thinwire compressors     every compressor and its arguments
+  thinwire bench           compare them on this machine
   thinwire bench --with "topk:0.01; onebit" --plot bench.html
   thinwire lab run --hosts 4 --link 100mbit -- python train.py
 
@@ -55,11 +54,6 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version and stop")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    compare.add(commands)
-    report.add(commands)
-    compressors.add(commands)
-    methods.add(commands)
-    policies.add(commands)
-    bench.add(commands)
-    lab.add(commands)
+    for module in (compare, listings, bench, lab):
+        module.add(commands)
     return parser

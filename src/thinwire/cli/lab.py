@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.parser import complain
+from thinwire.cli.parsing import Commands, complain
 
 if TYPE_CHECKING:
-    from thinwire.cli.parser import Parser
     from thinwire.lab import Counters, Lab
 
 _TIMED_OUT = 124  # as of timeout(1)
@@ -23,33 +22,36 @@ _COLOURS = ("36", "33", "32", "35", "34", "31")
 
 _DESCRIPTION = "A slow network on this machine, to try distributed training over (Linux only)."
 _RUN = """\
-Run a program on every host of a lab, as torchrun would with one process a node.
+Run a program on every host of a lab, as torchrun would with one process per
+node.
 
-Each host is a network namespace with a link of its own. The program gets RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and THINWIRE_RACK. What
-it prints is shown as it comes, after the number of its host; what the links carried comes at the
-end, on stderr.
+Each host is a network namespace with a link of its own. The program gets RANK,
+WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+GLOO_SOCKET_IFNAME and THINWIRE_RACK. What it prints is shown as it comes, after
+the number of its host; what the links carried comes at the end, on stderr.
 """
 _RUN_EPILOG = """\
 examples:
   thinwire lab run --hosts 4 --link 100mbit -- python train.py --epochs 1
   thinwire lab run --link 1gbit,1gbit,20mbit -- python train.py
-  thinwire lab run --hosts 4 --link 1gbit --racks 2 --inter 20mbit -- python train.py
+  thinwire lab run --hosts 4 --racks 2 --inter 20mbit -- python train.py
 
-exit code: 0; that of the first host that failed, or 128 + N if signal N ended it; 124 when time was
-up; 130 after Ctrl-C; 2 for wrong arguments and where no lab can be made; 1 if the lab broke down.
-However it ends, no process and no interface is left.
+Exit code: 0; that of the first host that failed, or 128 + N if signal N ended
+it; 124 when time was up; 130 after Ctrl-C; 2 for wrong arguments and where no
+lab can be made; 1 if the lab broke down. However it ends, no process and no
+interface is left.
 """
 _CLEAN = """\
 End processes that a lab has left behind.
 
-There are none after an ordinary end, nor after `kill -9`. There may be after the command and the
-process that holds its lab were both killed while a program had asked not to be. Only processes that
-carry the mark of a lab whose owner is gone are ended, and only your own unless you are root.
+There are none after an ordinary end, nor after `kill -9`. There may be after
+the command and the process that holds its namespaces were both killed while a
+program had asked not to be. Only processes of a lab whose owner, the process
+that opened it, is gone are ended, and only your own unless you are root.
 """
 
 
-def add(commands: "argparse._SubParsersAction[Parser]") -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "lab", help="run a program on hosts with slow links", description=_DESCRIPTION
     )
@@ -65,7 +67,7 @@ def add(commands: "argparse._SubParsersAction[Parser]") -> None:
     clean.set_defaults(run=run_clean)
 
 
-def _add_run(verbs: "argparse._SubParsersAction[Parser]") -> None:
+def _add_run(verbs: Commands) -> None:
     parser = verbs.add_parser(
         "run",
         help="run a program on every host",
@@ -84,7 +86,7 @@ def _add_run(verbs: "argparse._SubParsersAction[Parser]") -> None:
         help="rate of all links in either direction, or one for each host; default: 100mbit",
     )
     rates.add_argument(
-        "--links", metavar="FILE", type=Path, help="a file with one rate a line for each host"
+        "--links", metavar="FILE", type=Path, help="a file with a rate for each host, one per line"
     )
     network.add_argument(
         "--racks", metavar="N", type=int, default=1, help="divide the hosts over N switches"
@@ -105,7 +107,6 @@ def _add_run(verbs: "argparse._SubParsersAction[Parser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     from thinwire.errors import MissingExtraError
     from thinwire.lab import HostFailedError, Lab, LabError, RunTimeoutError
-    from thinwire.lab.results import ending
 
     try:
         command = _command(arguments.command)
@@ -128,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
                     on_line=_line_writer(tags=not arguments.no_tags),
                 )
     except HostFailedError as error:
-        print(f"thinwire lab run: {ending(error.results[error.host])}", file=sys.stderr)
+        print(f"thinwire lab run: {error.results[error.host].ending}", file=sys.stderr)
         code = error.exit_code
         return code if code > 0 else _SIGNALLED - code
     except RunTimeoutError as error:

@@ -2,7 +2,7 @@
 
 settings   what is compared, and where
 method     the methods by name, ours and PyTorch's own
-place      a lab, or this machine's loopback
+place      a lab, or loopback where there can be none
 run        starts ranks, follows their events, starts anew behind a method that fails
 rank       the process on every host: its plan, its events, and a user's script in it
 training   one training of a bundled workload: the hook, what is measured, the loop

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from thinwire.compare.method import Method, read
-from thinwire.compare.place import Place, opened
+from thinwire.compare.place import cluster_of
 from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, heard
 from thinwire.compare.settings import (
     BASELINE,
@@ -23,7 +23,7 @@ from thinwire.compare.settings import (
     ComparisonSettings,
 )
 from thinwire.formatting import show_bytes, show_seconds
-from thinwire.lab import HostFailedError, Result, parse_rate, why_not
+from thinwire.lab import Cluster, HostFailedError, Result, parse_rate, why_not
 from thinwire.machine import busy
 
 if TYPE_CHECKING:
@@ -81,14 +81,14 @@ class Comparison:
         order = sorted(self.methods, key=lambda method: method.name.startswith("torch:"))
         interrupted = False
         try:
-            with opened(settings, settings.links, self.projected) as place:
+            with cluster_of(settings, settings.links, self.projected) as cluster:
                 jobs = [Job(method, seed) for seed in settings.seeds for method in order]
-                self._train(place, jobs)
+                self._train(cluster, jobs)
             for link in settings.sweep:
                 watcher.said(f"measuring the time per step at {link}")
-                with opened(settings, [link] * settings.hosts, self.projected) as place:
+                with cluster_of(settings, [link] * settings.hosts, self.projected) as cluster:
                     done = [method for method in order if self.outcomes[method.name].runs]
-                    self._train(place, [Job(m, settings.seeds[0], link) for m in done])
+                    self._train(cluster, [Job(m, settings.seeds[0], link) for m in done])
         except KeyboardInterrupt:
             interrupted = True
             self.notes.append("interrupted: this is what was done until then")
@@ -131,29 +131,29 @@ class Comparison:
         for method in self.methods:
             warm_up(method, sizes_of(model))
 
-    def _train(self, place: Place, jobs: list[Job]) -> None:
+    def _train(self, cluster: Cluster, jobs: list[Job]) -> None:
         if self.settings.script is None:
             while jobs:
-                jobs = self._run_jobs(place, jobs)
+                jobs = self._run_jobs(cluster, jobs)
             return
         for job in jobs:
             if self.outcomes[job.method.name].error is None:
-                self._run_script(place, job)
+                self._run_script(cluster, job)
 
-    def _run_jobs(self, place: Place, jobs: list[Job]) -> list[Job]:
+    def _run_jobs(self, cluster: Cluster, jobs: list[Job]) -> list[Job]:
         """Run jobs in one set of processes until one fails; those that are left to do."""
         follower = _Follower(self, jobs, self._watcher)
         try:
-            self._start(place, follower)
+            self._start(cluster, follower)
         except HostFailedError as error:
             return self._left(follower, error)
         return []
 
-    def _run_script(self, place: Place, job: Job) -> None:
+    def _run_script(self, cluster: Cluster, job: Job) -> None:
         settings = self.settings
         follower = _Follower(self, [job], self._watcher)
         try:
-            self._start(place, follower, str(settings.script), *settings.arguments)
+            self._start(cluster, follower, str(settings.script), *settings.arguments)
         except HostFailedError as error:
             self._fail(job, reason(error, self._patience()))
             return
@@ -164,7 +164,7 @@ class Comparison:
             self.higher_is_better = about.get("higher_is_better", True)
             self.parameters = about.get("parameters") or self.parameters
 
-    def _start(self, place: Place, follower: "_Follower", *script: str) -> None:
+    def _start(self, cluster: Cluster, follower: "_Follower", *script: str) -> None:
         """Run the jobs of a follower on all hosts."""
         settings = self.settings
         slowest = min(map(parse_rate, settings.links)) if self.projected else None
@@ -185,7 +185,7 @@ class Comparison:
             path.write_text(plan.to_json(), encoding="utf-8")
             argv = [sys.executable, "-m", "thinwire.compare.rank", str(path), *script]
             seed = {"THINWIRE_SEED": str(follower.jobs[0].seed)} if script else {}
-            place.run(argv, env=seed, on_line=follower.on_line)
+            cluster.run(argv, env=seed, on_line=follower.on_line)
 
     def _left(self, follower: "_Follower", error: HostFailedError) -> list[Job]:
         """After a failure: blame the job that was running, go on with those behind it."""

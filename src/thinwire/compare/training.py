@@ -1,7 +1,7 @@
 """Training with one method on one rank: the method's hook, what is measured, the loop itself."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -82,7 +82,7 @@ def optimizer_of(method: Method, given: Optimizer, steps: int) -> Optimizer:
     return made
 
 
-def stats_of(wire: Wire | None, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
+def stats_of(wire: Wire | None, optimizer: Optimizer | None = None) -> Mapping[str, Any] | None:
     """What thinwire reports of a training, if it took part in it."""
     if wire is not None:
         return wire.stats()
@@ -188,7 +188,7 @@ class TrainingMeter:
     def evaluated(self, value: float) -> None:
         self.evaluations.append((len(self.losses), value))
 
-    def record(self, stats: dict[str, Any] | None) -> RankRecord:
+    def record(self, stats: Mapping[str, Any] | None) -> RankRecord:
         """What the run came to; `stats` are thinwire's own, if it took part."""
         steps = max(1, len(self.losses))
         record = RankRecord(self.losses, self.seconds, self.num_bytes, self.evaluations)

@@ -1,22 +1,39 @@
-"""A slow network on this machine, to try distributed training over: see docs/lab.md.
+"""Programs on several hosts of this machine: over slow links (`Lab`) or loopback (`Loopback`).
 
-`Lab` is what to use. `topology` says what it is made of; `holder` and `network` make it, in a
-process of their own, of `parts` and `switches`; `host` and `enter` bring a program into it; `run`
-runs one on every host; `orphans` ends what was left all the same.
+How a lab lives and dies (see also docs/lab.md): the process that opens one, its owner, checks what
+is asked for (`topology`) and starts a second process, the holder (`holder`). That one alone makes
+the namespaces, switches and links (`network`) and keeps them open; nothing else does, so they are
+gone when it is. The owner asks it things over a pipe (`lab`) and starts programs (`programs`)
+through a small script that enters a host's namespace and asks the kernel to be killed with the
+owner (`enter`). A run ends them all when one fails, time is up or Ctrl-C is pressed. At the end of
+the block, or when the owner dies in whatever way, the pipe closes: the holder kills what still runs
+in its namespaces and goes. Only if both are killed together can a program remain that had asked not
+to be; `clean` (`cleaning`) finds it by a variable in its environment. `Loopback` shares all of this
+but the holder and the namespaces.
 """
 
-from thinwire.lab.host import Counters, Host
-from thinwire.lab.lab import Lab, why_not
-from thinwire.lab.orphans import Orphan, clean
-from thinwire.lab.rate import parse_rate, read_links
-from thinwire.lab.results import HostFailedError, LabError, Result, RunTimeoutError
+from thinwire.lab.cleaning import Orphan, clean
+from thinwire.lab.lab import Counters, Lab, Loopback, why_not
+from thinwire.lab.programs import (
+    Cluster,
+    Host,
+    HostFailedError,
+    LabError,
+    OnLine,
+    Result,
+    RunTimeoutError,
+)
+from thinwire.lab.topology import parse_rate, read_links
 
 __all__ = [
+    "Cluster",
     "Counters",
     "Host",
     "HostFailedError",
     "Lab",
     "LabError",
+    "Loopback",
+    "OnLine",
     "Orphan",
     "Result",
     "RunTimeoutError",

@@ -1,9 +1,9 @@
-"""Enter a host's namespaces and become a program there.
+"""Enter a host's namespaces and become a program there, which is killed when its starter ends.
 
 Run as a script, by path and without site-packages, so that it starts fast and needs nothing in the
 program's environment: `python -I -S enter.py <parent> <holder> <fd> <program> <arguments>...`.
-The namespace is the one that process <holder> holds open as <fd>. The program is killed when
-<parent> ends.
+The namespace is the one that process <holder> holds open as <fd>; where <holder> is 0 the program
+stays in the namespaces of <parent>.
 """
 
 import ctypes
@@ -40,11 +40,12 @@ def _check(result: int) -> None:
 
 
 def main(parent: int, holder: int, fd: int, argv: list[str]) -> None:
-    network = os.open(f"/proc/{holder}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    user = os.open(f"/proc/{holder}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
-    if not os.path.samestat(os.fstat(user), os.stat("/proc/self/ns/user")):
-        setns(user, CLONE_NEWUSER)  # first: it brings the right to enter the other
-    setns(network, CLONE_NEWNET)
+    if holder:
+        network = os.open(f"/proc/{holder}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        user = os.open(f"/proc/{holder}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        if not os.path.samestat(os.fstat(user), os.stat("/proc/self/ns/user")):
+            setns(user, CLONE_NEWUSER)  # first: it brings the right to enter the other
+        setns(network, CLONE_NEWNET)
     die_with(parent)  # last: a change of credentials makes the kernel forget it
     # Python ignores these two, and what is ignored stays so in the program.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)

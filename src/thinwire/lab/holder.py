@@ -2,8 +2,8 @@
 
 It answers requests, one line of JSON each, on its standard input and output. When the input ends or
 the process <parent> does, it kills what still runs in the lab and goes; with it go namespaces,
-bridges and links, because nothing else keeps them. So nothing of a lab outlives its owner, however
-that one ends.
+bridges and links, because nothing else keeps them. So nothing of a lab outlives the process that
+opened it, however that one ends.
 """
 
 import json
@@ -11,16 +11,18 @@ import os
 import select
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
-from thinwire.lab.network import Network
-from thinwire.lab.parts import BuildError
-from thinwire.lab.sweep import sweep
-from thinwire.lab.topology import Link, Station
+from thinwire.lab.network import BuildError, Network
+from thinwire.lab.topology import LinkSettings, Station
+
+_LONGEST_SECONDS = 5.0  # of killing
 
 
 def main(parent: int) -> None:
-    # The terminal's Ctrl-C is the owner's affair.
+    # The terminal's Ctrl-C is for the process that opened the lab.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     watched = os.pidfd_open(parent)
@@ -35,7 +37,7 @@ def main(parent: int) -> None:
         _answer({"holder": os.getpid()})
         _serve(network, watched)
     finally:
-        sweep(network.namespaces())
+        _kill_all_in(network.namespaces())
 
 
 def _serve(network: Network, watched: int) -> None:
@@ -59,16 +61,16 @@ def _serve(network: Network, watched: int) -> None:
 def _do(network: Network, request: dict[str, Any]) -> object:
     match request:
         case {"do": "set_up", "racks": racks, "inter": inter}:
-            network.set_up(racks, inter and Link(**inter))
+            network.set_up(racks, inter and LinkSettings(**inter))
             return None
         case {"do": "plug_in", "address": address, "link": link, "rack": rack}:
-            network.plug_in(Station(address, Link(**link), rack))
+            network.plug_in(Station(address, LinkSettings(**link), rack))
             return network.ports[-1].namespace
         case {"do": "set_link", "host": host, "link": link}:
-            network.ports[host].cable.shape(Link(**link), "change")
+            network.ports[host].cable.shape(LinkSettings(**link), "change")
             return None
         case {"do": "set_inter", "link": link}:
-            network.switches.set_inter(Link(**link))
+            network.switches.set_inter(LinkSettings(**link))
             return None
         case {"do": "counters"}:
             return [port.cable.counters() for port in network.ports]
@@ -79,6 +81,34 @@ def _do(network: Network, request: dict[str, Any]) -> object:
 
 def _answer(answer: dict[str, object]) -> None:
     os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def _kill_all_in(namespaces: set[int]) -> None:
+    """Kill all processes in these network namespaces but this one, until none is left.
+
+    More than one look is needed: a process may start another between the look and the kill. What
+    does not die in seconds is stuck in the kernel, and waiting longer would not help it.
+    """
+    end = time.monotonic() + _LONGEST_SECONDS
+    while (found := _inhabitants(namespaces)) and time.monotonic() < end:
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.005)
+
+
+def _inhabitants(namespaces: set[int]) -> list[int]:
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if pid != os.getpid() and _namespace(pid) in namespaces]
+
+
+def _namespace(pid: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}/ns/net").st_ino
+    except OSError:  # it is gone, it is a zombie, or it is not ours to look at
+        return None
 
 
 if __name__ == "__main__":

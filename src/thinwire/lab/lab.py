@@ -1,24 +1,48 @@
-"""A lab: hosts with slow links on one machine."""
+"""Clusters on this machine: `Lab`, whose hosts have slow links, and `Loopback`, whose have none."""
 
+import contextlib
+import importlib.util
 import itertools
+import json
 import os
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from types import TracebackType
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from thinwire.lab.host import Counters, Host
-from thinwire.lab.owner import Holder
-from thinwire.lab.results import LabError, Result
-from thinwire.lab.run import OnLine, Run
-from thinwire.lab.starter import Popen, Starter, end
+from thinwire.errors import MissingExtraError
+from thinwire.lab.cleaning import VARIABLE, this_process
+from thinwire.lab.programs import Cluster, Host, LabError, Starter
 from thinwire.lab.topology import INTERFACE, lay_out, link_of
 
 _FIRST_PORT = 29500  # torchrun's
+_PATIENCE_SECONDS = 10.0
 
 
-class Lab:
+@dataclass(frozen=True)
+class Counters:
+    """What a link has carried since the lab began, seen from its host or rack; subtract with `-`.
+
+    Bytes are those of Ethernet frames with their headers: 1514 for a full one.
+    """
+
+    sent_bytes: int
+    sent_packets: int
+    received_bytes: int
+    received_packets: int
+    dropped_packets: int  # in both directions, because a queue was full
+
+    def __sub__(self, earlier: "Counters") -> "Counters":
+        mine, theirs = vars(self), vars(earlier)
+        return Counters(**{name: mine[name] - theirs[name] for name in mine})
+
+
+class Lab(Cluster):
     """Hosts on this machine, each a network namespace with an own link to the switch of its rack.
 
     Args:
@@ -54,89 +78,22 @@ class Lab:
         self._topology = lay_out(hosts, link, racks, inter, burst_bytes, queue_seconds)
         self._settings = (burst_bytes, queue_seconds)
         self._ports = itertools.count(_FIRST_PORT)
-        self._closing: ExitStack | None = None
-        self._hosts: list[Host] = []
 
-    def __enter__(self) -> "Lab":
-        if self._closing is not None:
-            raise LabError("this lab is open already")
-        with ExitStack() as closing:
-            self._holder = Holder()
-            closing.callback(self._holder.close)
-            self._starter = Starter()
-            closing.callback(self._starter.close)
-            inter = self._topology.inter
-            self._holder.ask(
-                {
-                    "do": "set_up",
-                    "racks": self._topology.racks,
-                    "inter": None if inter is None else asdict(inter),
-                }
-            )
-            self._hosts = [self._plug_in(number) for number in range(len(self._topology.stations))]
-            self._closing = closing.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._closing is not None
-        closing, self._closing, self._hosts = self._closing, None, []
-        closing.close()
-
-    @property
-    def hosts(self) -> Sequence[Host]:
-        if self._closing is None:
-            raise LabError("this lab is not open: with Lab(...) as lab: ...")
-        return self._hosts
-
-    def run(
-        self,
-        argv: Sequence[str | os.PathLike[str]],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | os.PathLike[str] | None = None,
-        timeout: float | None = None,
-        on_line: OnLine | None = None,
-    ) -> list[Result]:
-        """Run one program on every host, as torchrun would with one process a node.
-
-        Each gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-        GLOO_SOCKET_IFNAME and THINWIRE_RACK. None is left when this returns or raises, also not
-        after Ctrl-C.
-
-        Args:
-            argv: the program and its arguments.
-            env: variables on top of this process's own and of those above.
-            cwd: the directory to start in.
-            timeout: seconds after which all are ended.
-            on_line: called with the host's number, "stdout" or "stderr", and each line as it comes.
-
-        Raises:
-            HostFailedError: a program ended with an exit code other than 0; the rest were ended.
-            RunTimeoutError: the timeout has passed.
-        """
-        port = next(self._ports)  # a new one each time: the last may still have late packets
-        processes: list[Popen] = []
-        try:
-            for host in self.hosts:
-                processes.append(
-                    host.start(
-                        argv,
-                        env={**self._ranked(host, port), **(env or {})},
-                        cwd=cwd,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                    )
-                )
-            run = Run(processes, self._holder.pid, on_line)
-        except BaseException:
-            end(processes)
-            raise
-        return run.finish(timeout)
+    def _open(self, closing: ExitStack) -> list[Host]:
+        self._holder = Holder()
+        closing.callback(self._holder.close)
+        self._holder_pid = self._holder.pid
+        self._starter = Starter()
+        closing.callback(self._starter.close)
+        inter = self._topology.inter
+        self._holder.ask(
+            {
+                "do": "set_up",
+                "racks": self._topology.racks,
+                "inter": None if inter is None else asdict(inter),
+            }
+        )
+        return [self._plug_in(number) for number in range(len(self._topology.stations))]
 
     def counters(self) -> list[Counters]:
         """What each host's link has carried since the lab began."""
@@ -170,18 +127,58 @@ class Lab:
     def _plug_in(self, number: int) -> Host:
         station = self._topology.stations[number]
         file = self._holder.ask({"do": "plug_in", **asdict(station)})
-        way_in = (self._holder.pid, file)
-        return Host(number, station.rack, station.address, INTERFACE, way_in, self._starter)
+        namespace = (self._holder.pid, file)
+        return Host(number, station.rack, station.address, INTERFACE, namespace, self._starter)
 
-    def _ranked(self, host: Host, port: int) -> dict[str, str]:
-        return {
-            "RANK": str(host.number),
-            "WORLD_SIZE": str(len(self.hosts)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": self.hosts[0].address,
-            "MASTER_PORT": str(port),
-        }
+    def _variables(self) -> list[dict[str, str]]:
+        port = next(self._ports)  # a new one each time: the last may still have late packets
+        return [
+            {
+                "RANK": str(host.number),
+                "WORLD_SIZE": str(len(self.hosts)),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": self.hosts[0].address,
+                "MASTER_PORT": str(port),
+            }
+            for host in self.hosts
+        ]
+
+
+class Loopback(Cluster):
+    """Hosts that are plain processes of this machine and talk over its loopback: no slow links.
+
+    Runs where no lab can be made. Like those of a lab, programs end with the block at the latest,
+    and on Linux also when this process is killed inside it.
+
+    Args:
+        hosts: how many.
+
+    Example:
+        with Loopback(hosts=4) as loopback:
+            loopback.run([sys.executable, "train.py"], timeout=600)
+    """
+
+    def __init__(self, hosts: int) -> None:
+        if isinstance(hosts, bool) or not isinstance(hosts, int):
+            raise TypeError(f"hosts must be a number of hosts, got {hosts!r}")
+        if hosts < 1:
+            raise ValueError(f"hosts must be at least 1, got {hosts}")
+        self._number = hosts
+
+    def _open(self, closing: ExitStack) -> list[Host]:
+        starter = Starter()
+        closing.callback(starter.close)
+        return [Host(rank, 0, "127.0.0.1", "lo", None, starter) for rank in range(self._number)]
+
+    def _variables(self) -> list[dict[str, str]]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        size = str(self._number)
+        common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = map(str, range(self._number))
+        return [{"RANK": rank, "LOCAL_RANK": rank, **common} for rank in ranks]
 
 
 def why_not() -> str | None:
@@ -191,3 +188,74 @@ def why_not() -> str | None:
             return None
     except (LabError, ImportError) as error:
         return str(error)
+
+
+class Holder:
+    """The process that holds a lab's namespaces (`thinwire.lab.holder`), and questions to it.
+
+    It lives as long as this process does at most.
+    """
+
+    def __init__(self) -> None:
+        if sys.platform != "linux":
+            raise LabError("a lab needs Linux: it is made of network namespaces")
+        if importlib.util.find_spec("pyroute2") is None:
+            raise MissingExtraError("pyroute2", "lab", "a lab")
+        self._lock = threading.Lock()
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115, closed by close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "thinwire.lab.holder", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            env={
+                **os.environ,
+                # It finds what we find, wherever we found it.
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                VARIABLE: str(this_process()),
+            },
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        try:
+            self._receive()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: dict[str, object]) -> Any:
+        assert self._process.stdin is not None
+        with self._lock:
+            with contextlib.suppress(BrokenPipeError):  # _receive says why it broke
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.flush()
+            return self._receive().get("value")
+
+    def close(self) -> None:
+        """Let it kill what still runs in the lab and go. Returns when all is gone."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_PATIENCE_SECONDS)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdout.close()
+            self._complaints.close()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait(_PATIENCE_SECONDS)
+            self._complaints.seek(0)
+            said = self._complaints.read().decode(errors="replace").split("\n")
+            why = next((line for line in reversed(said) if line.strip()), "it said nothing")
+            code = self._process.returncode
+            raise LabError(f"the process that holds the lab has ended with exit code {code}: {why}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise LabError(answer["error"])
+        return answer

@@ -1,21 +1,181 @@
-"""The network itself: switches in one namespace, each host in its own, a shaped veth pair between.
+"""The network itself, asked of the kernel: cables, switches, and a namespace for each host.
 
-Runs in the holder, which must have one thread: entering a namespace changes the thread that asks.
+The switches are in one namespace, each host is in its own, and a shaped veth pair leads from one to
+the other. Runs in the process that holds the namespaces (`holder`), which must have one thread:
+entering a namespace changes the thread that asks.
 """
 
 import contextlib
+import errno
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pyroute2 import IPRoute, NetlinkError
-from pyroute2.ethtool.ioctl import IoctlEthtool
+from pyroute2.ethtool.ioctl import EthtoolError, IoctlEthtool
 
 from thinwire.lab.enter import CLONE_NEWNET, CLONE_NEWUSER, setns, unshare
-from thinwire.lab.parts import Cable, End, making
-from thinwire.lab.switches import Switches
-from thinwire.lab.topology import INTERFACE, NETWORK, Link, Station
+from thinwire.lab.topology import INTERFACE, NETWORK, LinkSettings, Station
 
+_ROOT_HANDLE = 0x10000
+_NO_IPV6_ADDRESS = {
+    "attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})],
+}
+_NTF_MASTER = 4  # the entry is the bridge's, not the port's own
+_STATIC, _PERMANENT = 0x40, 0x80  # NUD_NOARP, NUD_PERMANENT
 _SCOPE_LINK, _PROTO_KERNEL = 253, 2  # as the kernel makes it, so that it is replaced
+
+
+class BuildError(Exception):
+    """The system refuses a part of the network; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a cable."""
+
+    talk: IPRoute  # talks to the kernel about the namespace that this end is in
+    index: int  # the number of the interface
+
+    def bring_up(self) -> None:
+        with contextlib.suppress(NetlinkError):  # a kernel without IPv6 has nothing to turn off
+            # Address discovery would put packets of its own on the links.
+            self.talk.link("set", index=self.index, IFLA_AF_SPEC=_NO_IPV6_ADDRESS)
+        self.talk.link("set", index=self.index, state="up")
+
+    def dropped(self) -> int:
+        (bucket,) = self.talk.get_qdiscs(index=self.index)
+        return int(bucket.get_attr("TCA_STATS")["drop"])
+
+
+@dataclass(frozen=True)
+class Cable:
+    """A veth pair, seen from its near end."""
+
+    near: End
+    far: End
+
+    def shape(self, link: LinkSettings, verb: str) -> None:
+        """Limit what leaves either end, so both directions, each on its own."""
+        with making("a token bucket (tbf)"):
+            for end in (self.near, self.far):
+                end.talk.tc(
+                    verb,
+                    kind="tbf",
+                    index=end.index,
+                    handle=_ROOT_HANDLE,
+                    rate=link.rate_bits // 8,
+                    burst=link.burst_bytes,
+                    limit=link.queue_bytes,
+                )
+
+    def counters(self) -> dict[str, int]:
+        (interface,) = self.near.talk.get_links(self.near.index)
+        stats = interface.get_attr("IFLA_STATS64")
+        return {
+            "sent_bytes": stats["tx_bytes"],
+            "sent_packets": stats["tx_packets"],
+            "received_bytes": stats["rx_bytes"],
+            "received_packets": stats["rx_packets"],
+            "dropped_packets": self.near.dropped() + self.far.dropped(),
+        }
+
+
+@contextlib.contextmanager
+def making(what: str) -> Iterator[None]:
+    """Say which part of the network an error of the kernel is about."""
+    try:
+        yield
+    except (OSError, NetlinkError, EthtoolError) as error:
+        # pyroute2's errors are no OSErrors and keep the number elsewhere, if at all.
+        number = getattr(error, "code", getattr(error, "errno", None))
+        if number not in (errno.EPERM, errno.EACCES):
+            raise BuildError(f"this kernel cannot make {what}: {error}") from error
+        raise BuildError(
+            f"making {what} is not permitted ({error}): run as root, or allow this user to make "
+            "user namespaces (a container needs the capability SYS_ADMIN for either)"
+        ) from error
+
+
+class Switches:
+    """One switch per rack. Two are joined by one cable, more hang on a core by one each.
+
+    Every switch is told where every host is, and answers for those of other racks when somebody
+    asks for their hardware address. So no packet is ever flooded in search of its receiver, and a
+    cable between racks carries only what one rack has for another.
+    """
+
+    def __init__(self, talk: IPRoute, racks: int, inter: LinkSettings | None) -> None:
+        self._talk = talk
+        self._racks = [self._bridge(f"rack{rack}") for rack in range(racks)]
+        self._core: int | None = None
+        self.uplinks: list[Cable] = []  # one per rack, seen from it
+        if inter is None:
+            return
+        if racks == 2:
+            # One token bucket on the way, as the rate says, and not two in a row.
+            cable = self._join("up0", self._racks[0], "up1", self._racks[1], inter)
+            self.uplinks = [cable, Cable(cable.far, cable.near)]
+        else:
+            self._core = self._bridge("core")
+            self.uplinks = [
+                self._join(f"up{rack}", bridge, f"core{rack}", self._core, inter)
+                for rack, bridge in enumerate(self._racks)
+            ]
+        with making("a switch that answers for others (neigh_suppress)"):
+            for uplink in self.uplinks:
+                talk.brport("set", index=uplink.near.index, neigh_suppress=1)
+
+    def attach(self, end: End, rack: int) -> None:
+        """Plug a cable into a rack's switch."""
+        self._talk.link("set", index=end.index, master=self._racks[rack])
+        end.bring_up()
+
+    def make_known(self, end: End, rack: int, hardware: str, address: str) -> None:
+        """Tell all switches that this host is behind this end in this rack."""
+        with making("an entry of a switch"):
+            for other, bridge in enumerate(self._racks):
+                self._enter(end if other == rack else self.uplinks[other].near, hardware)
+                if self.uplinks:
+                    self._talk.neigh(
+                        "add", ifindex=bridge, dst=address, lladdr=hardware, state=_PERMANENT
+                    )
+            if self._core is not None:
+                self._enter(self.uplinks[rack].far, hardware)
+
+    def set_inter(self, link: LinkSettings) -> None:
+        for uplink in self.uplinks:
+            uplink.shape(link, "change")
+
+    def _enter(self, end: End, hardware: str) -> None:
+        self._talk.fdb("add", ifindex=end.index, lladdr=hardware, flags=_NTF_MASTER, state=_STATIC)
+
+    def _bridge(self, name: str) -> int:
+        with making("a bridge"):
+            # Snooping would put the bridge's own questions on the links and into the counters.
+            self._talk.link("add", ifname=name, kind="bridge", br_mcast_snooping=0)
+            (index,) = self._talk.link_lookup(ifname=name)
+            # Given, it stays: else each port that is plugged in may change it to its own, and with
+            # a change of address the kernel forgets all neighbours.
+            hardware = f"02:00:0a:4d:{index >> 8:02x}:{index & 0xFF:02x}"
+            self._talk.link("set", index=index, address=hardware)
+            End(self._talk, index).bring_up()
+        return int(index)
+
+    def _join(
+        self, name: str, bridge: int, far_name: str, far_bridge: int, link: LinkSettings
+    ) -> Cable:
+        with making("a veth pair"):
+            self._talk.link("add", ifname=name, kind="veth", peer={"ifname": far_name})
+            (near,) = self._talk.link_lookup(ifname=name)
+            (far,) = self._talk.link_lookup(ifname=far_name)
+        cable = Cable(End(self._talk, near), End(self._talk, far))
+        cable.shape(link, "add")
+        with making("an interface"):
+            for end, master in ((cable.near, bridge), (cable.far, far_bridge)):
+                self._talk.link("set", index=end.index, master=master)
+                end.bring_up()
+        return cable
 
 
 @dataclass(frozen=True)
@@ -36,7 +196,7 @@ class Network:
         self._switch = IPRoute()
         self.ports: list[Port] = []
 
-    def set_up(self, racks: int, inter: Link | None) -> None:
+    def set_up(self, racks: int, inter: LinkSettings | None) -> None:
         """Make the switches, once and first."""
         self.switches = Switches(self._switch, racks, inter)
 

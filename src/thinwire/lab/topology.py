@@ -1,10 +1,19 @@
-"""What a lab is made of, as data: it is checked here and built by `network` in another process."""
+"""What a lab is made of, as data: rates, links, hosts and racks.
 
+Everything that a user asks for is checked here; `network` builds it, in another process.
+"""
+
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_network
+from pathlib import Path
 
-from thinwire.lab.rate import parse_rate
+UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+SLOWEST, FASTEST = 10 * UNITS["kbit"], 10 * UNITS["gbit"]
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?) *([a-z]+)(?:/s)?", re.IGNORECASE)
 
 MOST_HOSTS = 250  # addresses of the one subnet, with some to spare
 INTERFACE = "wire0"  # the name of each host's end of its link
@@ -17,11 +26,56 @@ QUEUE_SECONDS = 0.05
 LEAST_QUEUE_BYTES = 2**17
 
 
+def parse_rate(rate: str) -> int:
+    """Bits per second of a rate like "100mbit", "1.5 gbit" or "20mbit/s".
+
+    Units are decimal, as network equipment has them, and always bits: "mbps" is refused because
+    half of its readers take it for bytes.
+
+    >>> parse_rate("100mbit")
+    100000000
+    """
+    if not isinstance(rate, str):
+        raise TypeError(f"a rate is text with its unit, like '100mbit', got {rate!r}")
+    match = _RATE.fullmatch(rate.strip())
+    unit = UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(
+            f"a rate is a number and one of {', '.join(UNITS)}, like '100mbit', got {rate!r}"
+        )
+    bits = round(float(match[1]) * unit)
+    if not SLOWEST <= bits <= FASTEST:
+        raise ValueError(f"a rate must be from 10kbit to 10gbit, got {rate!r}")
+    return bits
+
+
+def read_links(path: str | os.PathLike[str]) -> list[str]:
+    """The rates in a text file, one per line for host 0, 1 and so on.
+
+    Empty lines do not count, nor does what follows a `#`.
+    """
+    rates = []
+    for number, line in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
+        rate = line.partition("#")[0].strip()
+        if not rate:
+            continue
+        try:
+            parse_rate(rate)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}, line {number}: {error}") from None
+        rates.append(rate)
+    if not rates:
+        raise ValueError(
+            f"{os.fspath(path)}: expected one rate per line, like '100mbit', found none"
+        )
+    return rates
+
+
 @dataclass(frozen=True)
-class Link:
+class LinkSettings:
     """A cable with the same rate in both directions."""
 
-    rate_bits: int  # a second, counted as Ethernet frames without preamble, gap and checksum
+    rate_bits: int  # per second, counted as Ethernet frames without preamble, gap and checksum
     burst_bytes: int  # how much may pass at once after a pause
     queue_bytes: int  # how much may wait at either end; what comes on top is dropped
 
@@ -31,7 +85,7 @@ class Station:
     """A host and the link by which it hangs on the switch of its rack."""
 
     address: str
-    link: Link
+    link: LinkSettings
     rack: int
 
 
@@ -41,10 +95,12 @@ class Topology:
 
     stations: tuple[Station, ...]
     racks: int
-    inter: Link | None  # None for a single rack
+    inter: LinkSettings | None  # None for a single rack
 
 
-def link_of(rate: str, burst_bytes: int | None = None, queue_seconds: float | None = None) -> Link:
+def link_of(
+    rate: str, burst_bytes: int | None = None, queue_seconds: float | None = None
+) -> LinkSettings:
     bits = parse_rate(rate)
     if burst_bytes is None:
         burst_bytes = max(LEAST_BURST_BYTES, round(bits / 8 * BURST_SECONDS))
@@ -56,7 +112,7 @@ def link_of(rate: str, burst_bytes: int | None = None, queue_seconds: float | No
         queue_bytes = max(burst_bytes, round(bits / 8 * queue_seconds))
     else:
         raise ValueError(f"queue_seconds must be in (0, 10], got {queue_seconds}")
-    return Link(bits, burst_bytes, queue_bytes)
+    return LinkSettings(bits, burst_bytes, queue_bytes)
 
 
 def lay_out(

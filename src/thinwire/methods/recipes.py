@@ -239,8 +239,13 @@ class MethodLine(NamedTuple):
     line: str
 
 
-def list_methods() -> dict[str, MethodLine]:
-    """Every method by its name in spec strings: how it is written, made of what, doing what."""
+def list_methods() -> dict[str, str]:
+    """Every method's name in spec strings, with one line on what it does."""
+    return {name: line.line for name, line in usages().items()}
+
+
+def usages() -> dict[str, MethodLine]:
+    """Every method by its name: how it is written, made of what, doing what."""
     named = (DeepGradientCompression(), SignSGD(), Signum(), EFSignSGD(), OneBitSGD(), BitQSGD(4))
     found = {}
     for method in named:

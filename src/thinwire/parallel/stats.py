@@ -7,7 +7,7 @@ import torch
 
 from thinwire.compressors import LocalCompressor
 from thinwire.feedback.base import Update
-from thinwire.formatting import Column, show_bytes, show_number, show_ratio, table, text_of
+from thinwire.formatting import TableColumn, show_bytes, show_number, show_ratio, table, text_of
 from thinwire.kernels import Key
 from thinwire.reducer.unit import Unit
 from thinwire.telemetry import Ledger, Line
@@ -158,8 +158,8 @@ def table_of(stats: Stats, rows: int) -> str:
         ],
     ]
     figures = ("elements", "sent per step", "ratio", "error", "residual")
-    columns: list[Column | str] = ["tensor", "compressor", "collective"]
-    columns += [Column(figure, right=True) for figure in figures]
+    columns: list[TableColumn | str] = ["tensor", "compressor", "collective"]
+    columns += [TableColumn(figure, right=True) for figure in figures]
     shown = table(columns, lines)
     times = ", ".join(f"{kind} {1e3 * s / steps:.1f} ms" for kind, s in stats["seconds"].items())
     return f"{text_of(shown, WIDTH)}\nper step: {times or 'nothing yet'}"

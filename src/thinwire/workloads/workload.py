@@ -1,4 +1,4 @@
-"""What a workload is: a model, its data cut into shards, and a measure of how well it went."""
+"""What a workload is: a model, its data divided over ranks, and a measure of how well it went."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-
-from thinwire.workloads import shards
 
 Batch = tuple[Tensor, Tensor]
 
@@ -57,11 +55,14 @@ class Workload(ABC):
         In an epoch no sample comes twice, on whatever rank. What all ranks take in a step is what
         one rank of `world` times the batch size would: the world's size changes no average.
         """
-        shards.check(self.batch_size, rank, world)
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be in [0, world), got rank {rank} of {world}")
         generator = torch.Generator().manual_seed(seed)
         while True:
             inputs, targets = self.epoch(generator)
-            for chosen in shards.epoch(len(inputs), self.batch_size, rank, world, generator):
+            for chosen in shards_of(len(inputs), self.batch_size, rank, world, generator):
                 yield inputs[chosen], targets[chosen]
 
     def schedule(self, optimizer: Optimizer, steps: int) -> LambdaLR:
@@ -107,3 +108,22 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(before)
+
+
+def shards_of(
+    count: int, size: int, rank: int, world: int, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """A rank's batches of the numbers of an epoch's samples.
+
+    One shuffle for all, which they draw from equal generators; each step takes the next
+    `world * size` of it, and the rank its part of those. What is left at the end is not used.
+    """
+    each = size * world
+    if each > count:
+        raise ValueError(
+            f"{world} ranks with batches of {size} need {each} samples, the epoch has {count}: "
+            "take a smaller batch_size"
+        )
+    order = torch.randperm(count, generator=generator)
+    for start in range(0, count - each + 1, each):
+        yield order[start + rank * size : start + (rank + 1) * size]

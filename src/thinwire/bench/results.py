@@ -1,4 +1,7 @@
-"""A report as a JSON document.
+"""What a run found out, and the JSON document of it.
+
+Times are in seconds, sizes in bytes; None, null in the document, stands for "not measured".
+The document:
 
     schema        "thinwire.bench/1"
     date          ISO 8601, UTC
@@ -22,17 +25,95 @@
           eager                       timing of plain PyTorch, or null
           speedup                     median of eager / median
 
-A timing is {median_seconds, lowest_seconds, highest_seconds, rounds}. null: not measured.
+A timing is {median_seconds, lowest_seconds, highest_seconds, rounds}.
 """
 
-from typing import Any
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from thinwire.bench.result import Group, Report, Row, Timing, ratio, speed
+from thinwire.bench.settings import BenchSettings
+from thinwire.machine import Machine
 
 SCHEMA = "thinwire.bench/1"
 
 
-def document(report: Report) -> dict[str, Any]:
+class Timing(NamedTuple):
+    """The median over rounds, and how far they lay apart."""
+
+    median: float
+    lowest: float
+    highest: float
+    rounds: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Timing | None":
+        if not seconds:
+            return None
+        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+@dataclass
+class CompressorResult:
+    """One compressor on one tensor.
+
+    Times are of `encode` with a residual and of `decode` from a payload as it arrives: positions
+    and coded levels have yet to be decoded. Size and error are of one `encode` without a residual.
+    Memory is measured last.
+    """
+
+    compressor: str
+    family: str
+    num_bytes: int
+    compression_ratio: float
+    bits_per_element: float
+    relative_error: float | None
+    cosine: float | None
+    encode: Timing | None
+    decode: Timing | None
+    eager_encode: Timing | None
+    eager_decode: Timing | None
+    extra_memory: float | None = None  # peak over the size of the tensor
+
+
+@dataclass(frozen=True)
+class TensorResults:
+    """All compressors on one tensor, timed in the same rounds as `r += g` on it."""
+
+    data: str
+    numel: int
+    dtype: str
+    num_bytes: int
+    baseline: Timing | None
+    rows: list[CompressorResult]
+
+
+@dataclass
+class BenchReport:
+    """A whole run, or what was done of it when it was interrupted."""
+
+    settings: BenchSettings
+    machine: Machine
+    versions: dict[str, str | None]
+    threads: int
+    date: str
+    groups: list[TensorResults] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def ratio(over: Timing | None, under: Timing | None) -> float | None:
+    """How many times `under` goes into `over`, by their medians."""
+    return over.median / under.median if over and under else None
+
+
+def speed(timing: Timing | None, num_bytes: int) -> float | None:
+    """Gigabytes of tensor per second."""
+    return num_bytes / timing.median / 1e9 if timing else None
+
+
+def document(report: BenchReport) -> dict[str, Any]:
     """The report in plain types, ready for `json.dumps`."""
     settings = report.settings
     return {
@@ -55,7 +136,7 @@ def document(report: Report) -> dict[str, Any]:
     }
 
 
-def _group(group: Group) -> dict[str, Any]:
+def _group(group: TensorResults) -> dict[str, Any]:
     return {
         "data": group.data,
         "numel": group.numel,
@@ -66,7 +147,7 @@ def _group(group: Group) -> dict[str, Any]:
     }
 
 
-def _row(row: Row, group: Group) -> dict[str, Any]:
+def _row(row: CompressorResult, group: TensorResults) -> dict[str, Any]:
     return {
         "compressor": row.compressor,
         "family": row.family,
@@ -81,7 +162,9 @@ def _row(row: Row, group: Group) -> dict[str, Any]:
     }
 
 
-def _speed(timing: Timing | None, eager: Timing | None, group: Group) -> dict[str, Any] | None:
+def _speed(
+    timing: Timing | None, eager: Timing | None, group: TensorResults
+) -> dict[str, Any] | None:
     if timing is None:
         return None
     return {

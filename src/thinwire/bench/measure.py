@@ -1,28 +1,41 @@
-"""One compressor on one tensor, and what is measured of it."""
+"""One compressor on one tensor, and what is measured of it: size, error, time."""
 
 import dataclasses
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire.bench.eager import eager_for
-from thinwire.bench.family import family_of
-from thinwire.bench.fidelity import Fidelity, compare
-from thinwire.bench.result import Row, Timing
-from thinwire.bench.settings import SettingError
-from thinwire.compressors import LocalCompressor
+from thinwire.bench.results import CompressorResult, Timing
+from thinwire.bench.settings import BenchSettingError
+from thinwire.compressors import Chain, Compressor, LocalCompressor, Tiered
+from thinwire.compressors.sparsifiers import Sparsifier
 from thinwire.frames import Payload
 from thinwire.kernels import Key
 
 T = TypeVar("T")
-WARM_UP = 1 << 16  # elements a thread: from there on the kernels use all threads
+WARM_UP = 1 << 16  # elements per thread: from there on the kernels use all threads
+CHUNK = 1 << 20  # elements turned into float64 at a time
+
+# Compressors by what they send, for the legend of the picture.
+FAMILIES = ("every bit", "shorter floats", "some elements", "few levels", "signs", "combined")
+
+_BY_NAME = {
+    "none": "every bit",
+    "lossless": "every bit",
+    "cast": "shorter floats",
+    "onebit": "signs",
+    "scaledsign": "signs",
+    "terngrad": "signs",
+}
 
 
-class Subject:
+class Measurement:
     """Holds a residual of its own through all rounds, shared with the eager version.
 
     Both leave there what was not sent, so it stays what it would be in training.
@@ -38,16 +51,17 @@ class Subject:
         self.fidelity = Fidelity(None, None)
 
     def warm_up(self) -> None:
-        """Have everything compiled and loaded. Raises SettingError if the compressor refuses.
+        """Have everything compiled and loaded. Raises BenchSettingError if the compressor refuses.
 
-        On a part of the tensor only: a buffer kept for later calls must not escape `weigh`.
+        On a part of the tensor only: a buffer kept for later calls must not escape the
+        measurement of memory.
         """
         part = self.x[: WARM_UP * torch.get_num_threads()]
         try:
             payload = self.compressor.encode(part, residual=residual_of(part), key=Key())
             self.compressor.encode(part, key=Key())
         except (TypeError, ValueError) as error:
-            raise SettingError(f"{self.compressor}: {error}") from error
+            raise BenchSettingError(f"{self.compressor}: {error}") from error
         self.compressor.decode(_received(payload))
         if self.eager:
             self.eager.decode(self.eager.encode(part, residual_of(part)), part.numel())
@@ -58,7 +72,7 @@ class Subject:
     def judge(self, out: Tensor) -> None:
         """Size and error, without a residual; `out` is overwritten."""
         payload = self.compressor.encode(self.x, key=Key())
-        self.fidelity = compare(self.x, self.compressor.decode(_received(payload), out))
+        self.fidelity = fidelity(self.x, self.compressor.decode(_received(payload), out))
         self.num_bytes = payload.num_bytes
 
     def time(self, step: int, out: Tensor) -> None:
@@ -74,11 +88,11 @@ class Subject:
             parts = self._timed("eager_encode", lambda: encode(self.x, self.residual))
             self._timed("eager_decode", lambda: decode(parts, self.x.numel()))
 
-    def row(self) -> Row | None:
+    def row(self) -> CompressorResult | None:
         """All that has been measured so far; None before `judge`."""
         if not self.num_bytes:
             return None
-        return Row(
+        return CompressorResult(
             compressor=str(self.compressor),
             family=family_of(self.compressor),
             num_bytes=self.num_bytes,
@@ -97,6 +111,39 @@ class Subject:
         result = work()
         self.seconds[name].append(time.perf_counter() - begin)
         return result
+
+
+def family_of(compressor: Compressor) -> str:
+    """One of `FAMILIES`; a quantiser is what nothing else claims."""
+    if isinstance(compressor, Chain | Tiered):
+        return "combined"
+    if isinstance(compressor, Sparsifier):
+        return "some elements"
+    return _BY_NAME.get(compressor.name, "few levels")
+
+
+class Fidelity(NamedTuple):
+    relative_error: float | None  # ||x - y|| / ||x||; None for x = 0, and where y is not finite
+    cosine: float | None  # <x, y> / (||x|| ||y||); None where one of them is zero or not finite
+
+
+def fidelity(x: Tensor, y: Tensor) -> Fidelity:
+    """Compare two flat tensors; sums are float64, in chunks so that memory stays small."""
+    low, high = torch.aminmax(x)
+    peak = max(-float(low), float(high)) or 1.0  # divided by it, no square leaves the range
+    xx = yy = xy = dd = 0.0
+    for begin in range(0, x.numel(), CHUNK):
+        a, b = (t[begin : begin + CHUNK].double() / peak for t in (x, y))
+        d = a - b
+        xx += float(a.dot(a))
+        yy += float(b.dot(b))
+        xy += float(a.dot(b))
+        dd += float(d.dot(d))
+    if not dd:
+        return Fidelity(0.0, 1.0 if xx else None)
+    if not xx or not math.isfinite(dd):
+        return Fidelity(None, None)
+    return Fidelity(math.sqrt(dd / xx), xy / math.sqrt(xx) / math.sqrt(yy) if yy else None)
 
 
 def residual_of(x: Tensor) -> Tensor:
