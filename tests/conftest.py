@@ -78,6 +78,6 @@ def pytest_collection_modifyitems(config, items):
 
     items.sort(key=place)
     if len(items) > MANY and not config.option.collectonly:
-        for warming in warm.start():
-            config.add_cleanup(warming.wait)
-            config.add_cleanup(warming.kill)
+        warming = warm.start()
+        config.add_cleanup(warming.wait)
+        config.add_cleanup(warming.kill)
