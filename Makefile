@@ -3,7 +3,7 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo bench bench-network bench-training bench-methods bench-policies bench-compare clean clean-kernels
+.PHONY: help setup test test-thorough test-torch check format demo bench bench-network bench-training bench-methods bench-policies bench-compare clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,19 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: setup  ## Run the tests
 	$(VENV)/bin/python -m pytest
+
+test-thorough: setup  ## A thousand examples of every property, a million damaged frames (an hour)
+	$(VENV)/bin/python benchmarks/fuzz.py
+	$(VENV)/bin/python -m pytest -v -m hypothesis --hypothesis-profile=thorough
+
+# What depends on torch, on another release of it: torch's own wheels for that release, so that on
+# Linux some gigabytes come along. constraints.txt, which names one release, has no say here.
+TORCH_TESTS := contract frames kernels all_reduce feedback ddp ddp_checkpoints ddp_models ddp_wire
+test-torch:  ## Run the core of the tests on another torch: make test-torch TORCH=2.5.1
+	@test -n '$(TORCH)' || { echo "Name a release of torch, as in make test-torch TORCH=2.5.1" >&2; exit 2; }
+	$(PYTHON) -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install -qq --disable-pip-version-check 'torch==$(TORCH)' -e '.[dev]'
+	.venv-torch-$(TORCH)/bin/python -m pytest $(TORCH_TESTS:%=tests/test_%.py)
 
 check: setup  ## Check formatting, lint and types
 	$(VENV)/bin/ruff format --check
@@ -67,5 +80,5 @@ clean-kernels:  ## Remove compiled kernels, needed after editing a function that
 	find src -name '*.nb[ic]' -delete
 
 clean:  ## Remove everything that make created, .venv included
-	rm -rf $(VENV) report build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* report build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

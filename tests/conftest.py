@@ -26,7 +26,7 @@ hypothesis.settings.register_profile(
     max_examples=8,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-# Fresh examples, many more: pytest --hypothesis-profile=thorough
+# Fresh examples, many more, without time limits: make test-thorough
 hypothesis.settings.register_profile(
     "thorough", parent=hypothesis.settings.get_profile("default"), derandomize=False,
     max_examples=1000,
@@ -77,7 +77,10 @@ def pytest_collection_modifyitems(config, items):
         return 2 if several & vars(item.module).keys() or "compare" in item.module.__name__ else 1
 
     items.sort(key=place)
+    if config.getoption("--hypothesis-profile") == "thorough":
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0), append=False)
     if len(items) > MANY and not config.option.collectonly:
-        for warming in warm.start():
-            config.add_cleanup(warming.wait)
-            config.add_cleanup(warming.kill)
+        warming = warm.start()
+        config.add_cleanup(warming.wait)
+        config.add_cleanup(warming.kill)

@@ -3,7 +3,11 @@
 Shared by test_frames.py and benchmarks/fuzz.py.
 """
 
+import contextlib
 import random
+import resource
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +22,8 @@ from thinwire.frames.header import CHECKSUM, DTYPES, header_bytes, read_header
 
 MAX_NUMEL = 1 << 20
 LONGEST = 1 << 16  # bytes that a mutation makes a frame at most
+# Room for a tensor of MAX_NUMEL float64 many times over, and for the stacks and arenas of threads.
+MOST_MEMORY = 512 << 20
 
 SPECS = [
     *("none", "lossless", "lossless:zlib", "cast:fp16", "cast:bf16", "cast:fp8", "cast:fp8,8"),
@@ -157,6 +163,18 @@ def mutate(rng: random.Random, frames: list[bytes]) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
+@contextlib.contextmanager
+def memory_limit(extra: int = MOST_MEMORY) -> Iterator[None]:
+    """So many bytes more than the process has now, and not one beyond."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + extra, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 class Outcome(NamedTuple):
     """What became of a frame: a tensor, or the reason why not."""
 
@@ -175,3 +193,26 @@ def attempt(frame: Tensor) -> Outcome:
     assert tensor.shape == header.shape, f"{tensor.shape} instead of {header.shape}"
     assert tensor.dtype == header.dtype, f"{tensor.dtype} instead of {header.dtype}"
     return Outcome(tensor, "decoded")
+
+
+class MisreadError(Exception):
+    """A frame that was neither refused with FrameError nor read as what it claims to be."""
+
+    def __init__(self, number: int, frame: Tensor) -> None:
+        self.data = frame.numpy().tobytes()
+        super().__init__(f"frame {number}: {self.data.hex()}")
+
+
+def fuzz(seed: int, count: int) -> Iterator[bool]:
+    """Whether each of so many damaged frames could still be read, within a limit of memory.
+
+    A seed always makes the same frames.
+    """
+    rng, frames = random.Random(seed), valid_frames()
+    with memory_limit():
+        for number in range(count):
+            frame = mutate(rng, frames)
+            try:
+                yield attempt(frame).tensor is not None
+            except Exception as error:
+                raise MisreadError(number, frame) from error

@@ -15,7 +15,7 @@ import thinwire as tw
 
 MANY = 0.001  # MB: after its first step DDP forms a bucket for every layer of `net`
 MIN = 10  # elements: all matrices of `net` are compressed, all vectors are not
-TIMEOUT = 30.0  # seconds, of exchanges that should not wait for anybody
+TIMEOUT = 600.0  # seconds, of exchanges that should not wait for anybody: ranks.py ends them first
 
 
 def net(seed: int = 0) -> nn.Sequential:

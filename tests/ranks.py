@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 
 PATIENCE = 120.0  # seconds for a task: a worker may be compiling kernels for the first time
 GRACE = 5.0  # seconds that the others get after one has failed: they wait for it in vain
@@ -232,7 +233,7 @@ def _store(task: Task) -> Any:
 
 
 def _warm() -> None:
-    """Load, or compile, every kernel that the rows use: forked processes have them then.
+    """Load what tests use: forked processes have it then.
 
     What is there by then stays: no process need look for garbage in it, which takes 0.15 s.
     """
@@ -241,17 +242,7 @@ def _warm() -> None:
     # What DDP and its checkpoints import when first used: seconds, in each process anew otherwise.
     for name in ("torch._dynamo", "thinwire.parallel.checkpoint", "torch.distributed.checkpoint"):
         importlib.import_module(name)
-    from rows import ROWS
-
-    import thinwire as tw
-
-    for row in ROWS:
-        for dtype in (torch.float32, torch.float64):
-            c, x = row.compressor, torch.linspace(-3, 3, 2000, dtype=dtype)
-            for r in [None, torch.zeros_like(x)] if row.residual else [None]:
-                payload = tw.unpack(tw.pack(c.encode(x, residual=r, key=tw.Key())))
-                c.accumulate([payload, payload], torch.zeros_like(x))
-                c.decode(payload)
+    warm.warm()
     gc.collect()
     gc.freeze()
 

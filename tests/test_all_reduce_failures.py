@@ -26,8 +26,7 @@ from thinwire.collectives.link import Link
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
-TIMEOUT = 30.0  # of calls whose failure must come long before
-SOON = 12.0  # seconds: "at once" on a busy machine, and far below TIMEOUT
+TIMEOUT = 600.0  # of calls whose failure must come at once: ranks.py ends them long before
 HELD: list[Exception] = []  # a program may keep an error: that must keep no connection open
 CARRIED = {  # a compressor for each way a tensor can go
     "gather": ("none", "gather"),
@@ -43,7 +42,6 @@ class Report(NamedTuple):
 
     error: str
     untouched: bool
-    seconds: float
 
 
 def some(n: int, seed: int) -> torch.Tensor:
@@ -58,7 +56,7 @@ def attempt(*, n: int = 1000, residual: bool = True, call=None, **kwargs: object
     r = some(x.numel(), 50 + me).view(x.shape) if residual else None
     before = x.clone(), None if r is None else r.clone()
     given = {"compressor": "topk:0.5", "timeout": TIMEOUT} | kwargs
-    start, error = time.monotonic(), ""
+    error = ""
     try:
         if call is None:
             tw.all_reduce(x, residual=r, **given)
@@ -67,9 +65,8 @@ def attempt(*, n: int = 1000, residual: bool = True, call=None, **kwargs: object
     except Exception as caught:
         HELD.append(caught)
         error = f"{type(caught).__name__}: {caught}"
-    seconds = time.monotonic() - start
     untouched = same(x, before[0]) and (r is None or same(r, before[1]))
-    return Report(error, untouched, seconds)
+    return Report(error, untouched)
 
 
 def works() -> bool:
@@ -113,7 +110,6 @@ def test_ranks_that_disagree_all_learn_who_differs_in_what(size):
             assert report.error.startswith("MismatchError: ranks disagree in one call"), kind
             assert OTHERWISE[kind][1].format(*where) in report.error, kind
             assert report.untouched, kind
-            assert report.seconds < SOON, kind
             assert usable, kind
 
 
@@ -181,7 +177,6 @@ def test_a_rank_that_cannot_encode_gets_its_error_and_the_others_its_reason():
             wanted = "PeerError: all_reduce: could not go on at rank 1: RuntimeError: out of paper"
             assert report.error == (wanted if rank != 1 else "RuntimeError: out of paper"), case
             assert report.untouched, case
-            assert report.seconds < SOON, case
             assert usable, case
 
 
@@ -241,11 +236,9 @@ def check_death(found: list, victim: int) -> None:
     for report, later in (each for rank, each in enumerate(found) if rank != victim):
         assert report.error.startswith("PeerError: "), report
         assert report.untouched
-        assert report.seconds < SOON
         assert later.error.startswith("PeerError: "), later
         assert "in an earlier call" in later.error
         assert later.untouched
-        assert later.seconds < 1
 
 
 @pytest.mark.parametrize("carried", CARRIED)
@@ -307,9 +300,8 @@ def test_a_rank_that_stalls_is_given_up_at_the_timeout(how):
         # The rank whose timeout comes first hangs up, which is what the other may notice.
         assert f"within {STALL} s" in report.error or "lost the connection" in report.error
         assert report.untouched
-        assert STALL - 0.1 < report.seconds < STALL + SOON
-        assert later.error.startswith("PeerError: ")
-        assert later.seconds < 1
+        assert later.error.startswith("PeerError: "), later
+        assert "in an earlier call" in later.error
     assert any(f"within {STALL} s" in found[rank][0].error for rank in (0, 2))
 
 
@@ -317,9 +309,9 @@ def test_a_rank_that_stalls_is_given_up_at_the_timeout(how):
 
 
 # Imports torch once and forks a process for each program (all of which end as programs do: by the
-# last line, or an exception). Says which process has which, then how each has ended and when.
+# last line, or an exception). Says which process has which, then how each has ended.
 LAUNCHER = """
-import os, sys, time, torch, torch.distributed as dist, thinwire as tw
+import os, sys, torch, torch.distributed as dist, thinwire as tw
 torch.set_num_threads(1)
 specs = ["none", "topk:0.5", "quantize:4"]
 for spec in specs:  # loads the kernels
@@ -336,7 +328,7 @@ for place in sys.argv[1:]:
 else:
     while names:
         pid, status = os.waitpid(-1, 0)
-        print(names.pop(pid), os.waitstatus_to_exitcode(status), time.monotonic(), flush=True)
+        print(names.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
     sys.exit()
 store = dist.FileStore(f"{place}.store", 2)
 dist.init_process_group("gloo", store=store, rank=0, world_size=2)
@@ -407,7 +399,6 @@ class Ending(NamedTuple):
     code: int
     stdout: str
     stderr: str
-    seconds: float  # after the others were let go, or after the signal
 
 
 @pytest.fixture(scope="module")
@@ -428,54 +419,49 @@ def endings(tmp_path_factory) -> tuple[dict[str, Ending], ranks.Outcome]:
             subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         )
         stack.callback(os.killpg, launcher.pid, signal.SIGKILL)
-        return watch(launcher, places, folder / "go"), peers["nearly done"].outcomes(seconds=10)[0]
+        return watch(launcher, places, folder / "go"), peers["nearly done"].outcomes()[0]
 
 
 def watch(launcher: subprocess.Popen, places: dict[str, Path], go: Path) -> dict[str, Ending]:
     names = {str(place): ending for ending, place in places.items()}
     pids = dict(launcher.stdout.readline().rsplit(" ", 1) for _ in places)
     ready = [place.with_suffix(".out") for place in places.values()]
-    end = time.monotonic() + TIMEOUT
+    timer = threading.Timer(ranks.PATIENCE, os.killpg, (launcher.pid, signal.SIGKILL))
+    timer.start()  # what hangs is killed, and missing from what is found
     while not all(path.exists() and path.stat().st_size for path in ready):
-        assert time.monotonic() < end, [path.with_suffix(".err").read_text() for path in ready]
+        if launcher.poll() is not None:
+            pytest.fail(str([path.with_suffix(".err").read_text() for path in ready]))
         time.sleep(0.02)
     go.touch()
-    starts = dict.fromkeys(places, time.monotonic())
     time.sleep(0.5)  # the one that is to be interrupted waits by now
     for place, pid in pids.items():
         if "interrupted" in names[place]:
-            starts[names[place]] = time.monotonic()
             os.kill(int(pid), signal.SIGINT)
-    timer = threading.Timer(TIMEOUT, os.killpg, (launcher.pid, signal.SIGKILL))
-    timer.start()
     found = {}
     for line in launcher.stdout:
-        place, code, when = line.rsplit(" ", 2)
+        place, code = line.rsplit(" ", 1)
         out, err = (Path(f"{place}.{end}").read_text() for end in ("out", "err"))
-        ending = names[place]
-        found[ending] = Ending(int(code), out, err, float(when) - starts[ending])
+        found[names[place]] = Ending(int(code), out, err)
     timer.cancel()
     return found
 
 
 @pytest.mark.parametrize("ending", [each for each in ENDINGS if "interrupted" in each])
 def test_ctrl_c_while_waiting_ends_the_program_as_it_should(endings, ending):
-    code, _, stderr, seconds = endings[0][ending]
+    code, _, stderr = endings[0][ending]
     stderr = stderr.replace("[rank0]: ", "")  # by torch's own hook
     assert code in (-signal.SIGINT, 128 + signal.SIGINT)
     assert stderr.startswith("Traceback (most recent call last):")
     assert stderr.endswith("KeyboardInterrupt\n")
     assert stderr.count("Traceback") == 1
     assert "terminate called" not in stderr
-    assert seconds < SOON
 
 
 @pytest.mark.parametrize(
     "ending", ["in flight for ever", "never connected", "nearly done", "destroyed in flight"]
 )
 def test_a_program_may_end_with_exchanges_in_flight(endings, ending):
-    assert endings[0][ending][:3] == (0, "ready\n", "")
-    assert endings[0][ending].seconds < SOON
+    assert endings[0][ending] == (0, "ready\n", "")
 
 
 def test_exchanges_in_flight_at_the_end_are_completed_if_the_others_come(endings):
@@ -484,10 +470,9 @@ def test_exchanges_in_flight_at_the_end_are_completed_if_the_others_come(endings
 
 
 def test_an_error_ends_a_program_as_it_should(endings):
-    code, _, stderr, seconds = endings[0]["failed"]
+    code, _, stderr = endings[0]["failed"]
     assert code == 1
     assert stderr.endswith("ZeroDivisionError: division by zero\n")
-    assert seconds < SOON
 
 
 def test_a_thread_that_is_about_to_end_is_waited_for(endings):
@@ -496,4 +481,4 @@ def test_a_thread_that_is_about_to_end_is_waited_for(endings):
     Here half a second passes between the last line of the channel's thread and its end. What the
     program prints in the end is how many such threads there are when thinwire has cleaned up.
     """
-    assert endings[0]["thread ends late"][:3] == (0, "ready\n0\n", "")
+    assert endings[0]["thread ends late"] == (0, "ready\n0\n", "")

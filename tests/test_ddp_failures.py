@@ -23,7 +23,6 @@ import thinwire as tw
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
-SOON = 12.0  # seconds: "at once" on a busy machine, and far below the timeout of nets.py
 SHORT = 1.5  # seconds: a timeout that is meant to pass
 
 
@@ -32,7 +31,6 @@ class Report(NamedTuple):
 
     error: str
     untouched: bool  # what is remembered of compressed tensors is what it was
-    seconds: float
     notes: str
 
 
@@ -42,13 +40,13 @@ def compressed(wire: tw.Wire) -> dict[str, Tensor]:
 
 
 def attempt(model: Any, wire: tw.Wire, step: int) -> Report:
-    before, start, error, notes = compressed(wire), time.monotonic(), "", ""
+    before, error, notes = compressed(wire), "", ""
     try:
         backward(model, step)
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
         notes = "\n".join(getattr(caught, "__notes__", []))
-    return Report(error, all_same(compressed(wire), before), time.monotonic() - start, notes)
+    return Report(error, all_same(compressed(wire), before), notes)
 
 
 # Ranks that disagree
@@ -89,7 +87,6 @@ def test_ranks_that_attached_different_things_all_learn_who_differs_in_what(size
         wanted = f"compressor: topk:0.1 {others} but topk:0.2 on rank {size - 1}"
         assert wanted in report.error
         assert report.untouched
-        assert report.seconds < SOON
         assert all(value <= 1 for value in balance.values()), balance
         assert alike
 
@@ -105,10 +102,10 @@ DIFFERENT = {  # what rank 1 attached
 def on_different(kind: str) -> tuple[list[Report], bool]:
     """Two passes that go wrong, and one that does not."""
     odd = dist.get_rank() == 1
-    model, wire = wired(**{"timeout": 4.0} | (DIFFERENT[kind] if odd else {}))
+    model, wire = wired(**DIFFERENT[kind] if odd else {})
     reports = [attempt(model, wire, step) for step in range(2)]
     wire.detach()
-    wire = tw.attach(model, "topk:0.1", min_numel=MIN, timeout=4.0)
+    wire = tw.attach(model, "topk:0.1", min_numel=MIN)
     return reports, attempt(model, wire, 2).error == ""
 
 
@@ -117,7 +114,6 @@ def test_ranks_that_would_exchange_different_numbers_of_tensors_learn_so(kind):
     found = ranks.run(on_different, kind, ranks=2)
     for reports, usable in found:
         assert [report.error.partition(":")[0] for report in reports] == ["MismatchError"] * 2
-        assert all(report.seconds < 3 for report in reports)
         assert usable
 
 
@@ -157,12 +153,12 @@ class Unscaled:
 
 
 def on_no_scale() -> list[Report]:
-    model, wire = wired(scaler=Unscaled(), timeout=3.0)
+    model, wire = wired(scaler=Unscaled())
     return [attempt(model, wire, step) for step in range(2)]
 
 
 def test_an_error_at_the_start_of_a_pass_comes_out_of_it():
-    first, second = ranks.run(on_no_scale, ranks=2, seconds=20)
+    first, second = ranks.run(on_no_scale, ranks=2)
     assert second[1].error == "OverflowError: no scale"
     assert first[1].error.partition(":")[0] in ("PeerError", "MismatchError")
 
@@ -225,6 +221,16 @@ def on_loss(how: str, ddp: dict[str, Any], options: dict[str, Any]) -> list[Repo
 UNUSED = {"find_unused_parameters": True}
 
 
+def check_later(report: Report, ddp: dict[str, Any]) -> None:
+    """The pass after one that failed: DDP itself refuses it if it looks for unused parameters."""
+    if ddp is UNUSED:
+        assert report.error.startswith("RuntimeError: "), report
+        assert "reducer.cpp" in report.error
+    else:
+        assert report.error.startswith("PeerError: "), report
+        assert "in an earlier call" in report.error
+
+
 @pytest.mark.parametrize(
     ("size", "ddp"),
     [
@@ -235,12 +241,10 @@ UNUSED = {"find_unused_parameters": True}
 )
 def test_a_rank_that_is_killed_in_the_middle_of_training_is_noticed_at_once(size, ddp):
     with ranks.Ranks(size) as group:
-        found = group.run(on_loss, "dies", ddp, {}, dying=[size - 1], seconds=30)
+        found = group.run(on_loss, "dies", ddp, {}, dying=[size - 1])
     for report, later in found[: size - 1]:
         assert report.error.startswith("PeerError: "), report
-        assert report.seconds < SOON
-        assert later.error.startswith("PeerError: " if ddp is not UNUSED else ""), later
-        assert later.seconds < 1
+        check_later(later, ddp)
         assert later.untouched
 
 
@@ -256,14 +260,12 @@ def test_a_rank_that_is_killed_in_the_middle_of_training_is_noticed_at_once(size
 def test_a_rank_that_stalls_is_given_up_at_the_timeout(ddp, options):
     with ranks.Ranks(3) as group:
         given = {"timeout": SHORT} | options
-        found = group.run(on_loss, "stalls", ddp, given, dying=[2], seconds=20)
+        found = group.run(on_loss, "stalls", ddp, given, dying=[2])
     for report, later in found[:2]:
         assert report.error.startswith("PeerError: "), report
         # The rank whose timeout comes first hangs up, which is what the other may notice.
         assert "within 1.5 s" in report.error or "lost the connection" in report.error
-        assert SHORT - 0.1 < report.seconds < SHORT + SOON
-        assert later.error.startswith("PeerError: " if ddp is not UNUSED else ""), later
-        assert later.seconds < 1
+        check_later(later, ddp)
     assert any(f"within {SHORT} s" in report.error for report, _ in found[:2])
 
 
@@ -302,9 +304,7 @@ def test_ctrl_c_during_a_backward_pass_that_waits_ends_the_program(tmp_path):
                 assert process.stdout.readline() == "ready\n", process.stderr.read()
                 time.sleep(0.5)
                 process.send_signal(signal.SIGINT)
-                start = time.monotonic()
-                _, stderr = process.communicate(timeout=30)
-                seconds = time.monotonic() - start
+                _, stderr = process.communicate(timeout=ranks.PATIENCE)
             finally:
                 process.kill()
     stderr = stderr.replace("[rank0]: ", "")  # by torch's own hook
@@ -313,7 +313,6 @@ def test_ctrl_c_during_a_backward_pass_that_waits_ends_the_program(tmp_path):
     assert stderr.endswith("KeyboardInterrupt\n")
     assert stderr.count("Traceback") == 1
     assert "terminate called" not in stderr
-    assert seconds < SOON
 
 
 # Replicas
@@ -374,4 +373,4 @@ def on_join_checked() -> str:
 
 def test_a_rank_that_has_joined_is_no_replica_that_differs():
     with ranks.Ranks(2) as group:
-        assert group.run(on_join_checked, seconds=20) == ["", ""]
+        assert group.run(on_join_checked) == ["", ""]

@@ -1,19 +1,15 @@
 """The wire format: golden frames, hostile frames with their messages, a fuzz of the reader."""
 
-import contextlib
 import random
-import resource
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
 import zstandard
 from golden.make import FRAMES, decoded, encode
-from mutations import attempt, frame_of, mutate, seal, valid_frames
+from mutations import attempt, frame_of, fuzz, memory_limit, mutate, seal, valid_frames
 from tensors import normal, same
 
 import thinwire as tw
@@ -50,18 +46,6 @@ def stored(name: str) -> torch.Tensor:
 def words(*values: int) -> torch.Tensor:
     """64-bit words, given as unsigned numbers."""
     return torch.from_numpy(np.array(values, np.uint64).view(np.int64))
-
-
-@contextlib.contextmanager
-def memory_limit(extra: int):
-    """So many bytes more than the process has now, and not one beyond."""
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + extra, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 # Golden frames
@@ -384,7 +368,7 @@ HOSTILE = {
 def test_hostile_frames_are_refused(case, name):
     make, says = HOSTILE[case]
     frame = make()
-    with kernels.use(name), memory_limit(512 << 20), pytest.raises(tw.FrameError, match=says):
+    with kernels.use(name), memory_limit(), pytest.raises(tw.FrameError, match=says):
         tw.decode(frame)
 
 
@@ -399,7 +383,7 @@ def test_blocks_beyond_the_tensor_cost_nothing(block, name):
         frame_of(Pairs(block), F32, [16], torch.ones(2), LEVELS[:2]),
         frame_of(Scaled8(block), F32, [16], SCALE, LEVELS),
     ]
-    with kernels.use(name), memory_limit(512 << 20):
+    with kernels.use(name), memory_limit():
         for frame in frames:
             assert tw.decode(frame).shape == (16,)
 
@@ -420,26 +404,14 @@ def test_long_blocks_may_be_asked_for(block):
 # Fuzz
 
 
-def on_fuzz(count: int) -> int:
-    """So many damaged frames, others on each rank; how many of them were read."""
-    rng, frames, read = random.Random(20 + dist.get_rank()), valid_frames(), 0
-    # Room for a tensor of 2^20 float64 many times over, and for the stacks and arenas of threads.
-    with memory_limit(512 << 20):
-        for i in range(count):
-            frame = mutate(rng, frames)
-            try:
-                read += attempt(frame).tensor is not None
-            except Exception as error:
-                raise AssertionError(f"frame {i}: {bytes(frame.numpy()).hex()}") from error
-    return read
-
-
-@pytest.mark.timeout(300)
 def test_fuzz():
-    """100,000 damaged frames: FrameError or a tensor of the claimed shape, nothing else."""
-    read = sum(ranks.run(on_fuzz, 25_000, ranks=4, seconds=280))
+    """Damaged frames: FrameError or a tensor of the claimed shape, nothing else.
+
+    A million of them: make test-thorough.
+    """
+    read = sum(fuzz(20, 20_000))
     # Of no use if most were refused at the door, or if the checksum let most of them pass.
-    assert 10_000 < read < 90_000
+    assert 2_000 < read < 18_000
 
 
 def test_fuzz_of_both_readers():

@@ -29,7 +29,6 @@ from thinwire.compressors.sparsifiers import kept
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
 N = 1003
-SOON = 12.0  # seconds: "at once" on a busy machine, and far below the timeout of calls
 KEY = tw.Key(seed=5, step=3, tensor=2)
 GROUPS = {  # nodes, by the number of ranks
     3: [[0], [1, 2]],
@@ -284,19 +283,18 @@ class Report(NamedTuple):
 
     error: str
     untouched: bool
-    seconds: float
 
 
 def attempt(nodes: Any, n: int = N, spec: str = "topk:0.5", **given: Any) -> Report:
     me = dist.get_rank()
     x, r = normal(n, me), normal(n, 50 + me)
-    before, begin, error = (x.clone(), r.clone()), time.monotonic(), ""
+    before, error = (x.clone(), r.clone()), ""
     try:
-        tw.all_reduce(x, spec, residual=r, **{"nodes": nodes, "timeout": 30.0} | given)
+        tw.all_reduce(x, spec, residual=r, **{"nodes": nodes, "timeout": TIMEOUT} | given)
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
     untouched = same(x, before[0]) and same(r, before[1])
-    return Report(error, untouched, time.monotonic() - begin)
+    return Report(error, untouched)
 
 
 def works(nodes: Any) -> bool:
@@ -312,7 +310,7 @@ def on_mismatches() -> list[Report]:
         attempt(None if odd else nodes),
         attempt(tw.Nodes(nodes, inner="cast:bf16", feedback="none" if odd else "ef14")),
         attempt(nodes, max_bytes=1000 if odd else None),
-        Report("", works(nodes), 0.0),
+        Report("", works(nodes)),
     ]
 
 
@@ -335,7 +333,6 @@ def test_ranks_that_disagree_all_learn_who_differs_in_what(five):
             assert report.error.startswith("MismatchError: ranks disagree in one call"), report
         for report in found:
             assert report.untouched
-            assert report.seconds < SOON
         assert after.untouched
 
 
@@ -371,7 +368,6 @@ def test_a_rank_that_cannot_go_on_gets_its_error_and_all_others_its_reason(five,
             wanted = "PeerError: all_reduce: could not go on at rank 1: RuntimeError: out of paper"
             assert report.error == (wanted if rank != 1 else "RuntimeError: out of paper"), i
             assert report.untouched, i
-            assert report.seconds < SOON, i
             assert usable, i
 
 
@@ -401,7 +397,7 @@ def on_death(nodes: list[list[int]], victim: int, when: str | int) -> tuple[Repo
             die()
         if when == "stalled":
             time.sleep(1000)
-    timeout = 1.0 if when == "stalled" else 30.0
+    timeout = 1.0 if when == "stalled" else TIMEOUT
     return attempt(nodes, 3_000_000, "quantize:8", timeout=timeout), attempt(nodes)
 
 
@@ -418,9 +414,8 @@ def test_a_death_ends_all_others_at_once_and_loses_nothing(size, victim, when):
     for report, later in (each for rank, each in enumerate(found) if rank != victim):
         assert report.error.startswith("PeerError: "), report
         assert report.untouched
-        assert report.seconds < SOON
-        assert later.error.startswith("PeerError: ")
-        assert later.seconds < 1
+        assert later.error.startswith("PeerError: "), later
+        assert "in an earlier call" in later.error
 
 
 # Which nodes

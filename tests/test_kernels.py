@@ -23,6 +23,7 @@ from thinwire import kernels
 from thinwire.frames.codes.sparse import write_positions
 from thinwire.kernels import threads
 from thinwire.kernels.cpu import jit
+from thinwire.kernels.cpu.radix import select
 from thinwire.kernels.reference import levels as reference_levels
 
 KEY = tw.Key(seed=0xFEDCBA9876543210, step=5, tensor=7)
@@ -501,3 +502,39 @@ def compiled_magnitude(p):
 @jit.jit
 def compiled_ordered(p):
     return jit.ordered(p)
+
+
+@jit.sum_jit(cache=False)
+def total_of(x):
+    total = 0.0
+    for i in range(x.size):
+        total += x[i]
+    return total
+
+
+@jit.jit(cache=False)
+def caller_of(x):
+    return total_of(x)
+
+
+def test_a_kernel_has_its_own_copy_of_a_sum():
+    """Or the order of the sum would depend on whether the kernel is compiled or read from disk."""
+    x = np.arange(100.0)
+    assert caller_of(x) == 4950
+    (code,) = caller_of.inspect_llvm().values()
+    assert "fadd reassoc" in code
+    assert not [line for line in code.splitlines() if " call " in line and "total_of" in line]
+
+
+@given(values=st.lists(st.integers(-5, 5) | st.integers(-(2**31), 2**31 - 1), min_size=1))
+def test_select_finds_what_sorting_finds(values):
+    a = np.array(values, np.int32)
+    found = [select(a.copy(), k) for k in range(a.size)]
+    assert found == sorted(values)
+
+
+def test_select_takes_no_longer_for_what_is_sorted_or_alike():
+    """Each of these once took time quadratic in its length with some choice of the pivot."""
+    n = 1 << 18
+    for a in (np.arange(n), np.arange(n)[::-1].copy(), np.zeros(n, int), np.arange(n) % 2):
+        assert select(a.copy(), n // 3) == np.sort(a)[n // 3]

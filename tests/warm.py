@@ -1,7 +1,7 @@
 """Compiles the kernels that tests use, in the background while tests run that use none.
 
-On a fresh clone that is a minute and a half of work, half of it for each type. Compiled kernels are
-kept beside their sources; whoever needs one that is not there yet compiles it too.
+On a fresh clone that is half a minute of work. Compiled kernels are kept beside their sources;
+whoever needs one that is not there yet compiles it too.
 """
 
 import os
@@ -13,38 +13,32 @@ from pathlib import Path
 NICENESS = 5  # tests come first
 
 
-TYPES = ("float32", "float64")  # half precision is widened first
+def start() -> subprocess.Popen[bytes]:
+    """Begin, in a process of its own; the caller ends it."""
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).resolve())],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
-def start() -> list[subprocess.Popen[bytes]]:
-    """Begin, in a process for each type; the caller ends them."""
-    return [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), dtype],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for dtype in TYPES
-    ]
-
-
-def main() -> None:
-    os.nice(NICENESS)
+def warm() -> None:
+    """Load, or compile, every kernel that the rows use. Half precision is widened first."""
     import torch
     from rows import ROWS
 
     import thinwire as tw
 
     warnings.simplefilter("ignore")
-    dtype = getattr(torch, sys.argv[1])
-    for row in ROWS:
+    for dtype in (torch.float32, torch.float64):
         x = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(dtype)
-        residuals = [None, torch.zeros_like(x)] if row.residual else [None]
-        for residual in residuals:
-            payload = row.compressor.encode(x, residual=residual, key=tw.Key(1))
-            payload.add_to(torch.zeros(3000), 0.5)
-            tw.decode(tw.pack(payload))
+        for row in ROWS:
+            c = row.compressor
+            payload = tw.unpack(tw.pack(c.encode(x, key=tw.Key(1))))
+            c.accumulate([payload, payload], torch.zeros_like(x))
+            c.decode(payload)
 
 
 if __name__ == "__main__":
-    main()
+    os.nice(NICENESS)
+    warm()

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from thinwire.kernels import threads
-from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, from_ordered, jit, ordered, piece
+from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, from_ordered, jit, ordered
 from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words
-from thinwire.kernels.cpu.sparse import arrays, part
+from thinwire.kernels.cpu.sparse import arrays
 from thinwire.kernels.cpu.uniform import RUN, SPAN, TINY
 from thinwire.kernels.key import Key
 
@@ -19,9 +19,9 @@ from thinwire.kernels.key import Key
 @jit
 def _load_extent(x, r, buffer):
     """buffer = x + r; return its minimum, its maximum and whether it is not all finite."""
-    low = high = ordered(x[0] if r is None else x[0] + r[0])
+    low = high = ordered(x[0] + r[0] if r.size else x[0])
     for i in range(buffer.size):
-        p = x[i] if r is None else x[i] + r[i]
+        p = x[i] + r[i] if r.size else x[i]
         buffer[i] = p
         low = min(low, ordered(p))
         high = max(high, ordered(p))
@@ -35,12 +35,12 @@ def _levels(buffer, base, inverse, top, words, levels):
     """Nearest levels, or stochastic ones where there are random words."""
     for i in range(buffer.size):
         v = min(max((0.5 * np.float64(buffer[i]) - base) * inverse, 0.0), top)
-        if words is None:
-            levels[i] = np.uint8(np.int32(np.rint(v)))
-        else:
+        if words.size:
             down = np.floor(v)
             u = np.float64(np.int32(words[i] >> np.uint32(8))) * 2.0**-24
             levels[i] = np.uint8(np.int32(down) + np.int32(u < v - down))
+        else:
+            levels[i] = np.uint8(np.int32(np.rint(v)))
 
 
 @jit
@@ -57,17 +57,17 @@ def _encode(x, r, first, lows, scales, packed, block, width, given, bounds, key)
     span = block * max(1, SPAN // block)
     buffer = np.empty(min(block, x.size), x.dtype)
     levels = np.empty(min(span, x.size), np.uint8)
-    words = np.empty(0 if key is None else span + 1024, np.uint32)
+    words = np.empty(span + 1024 if key.size else 0, np.uint32)
     odd = False
     for lo in range(0, x.size, span):
         count = min(span, x.size - lo)
         at = 0
-        if key is not None:
+        if key.size:
             at = fill(first + lo, count, key, words)
         for b in range(0, count, block):
             e = min(b + block, count)
             own = buffer[: e - b]
-            low, high, bad = _load_extent(x[lo + b : lo + e], piece(r, lo + b, lo + e), own)
+            low, high, bad = _load_extent(x[lo + b : lo + e], r[lo + b : lo + e], own)
             odd |= bad
             j = 0 if given else (lo + b) // block
             if not given:
@@ -76,10 +76,7 @@ def _encode(x, r, first, lows, scales, packed, block, width, given, bounds, key)
             base = 0.5 * np.float64(lows[j])
             unit = 0.5 * np.float64(scales[j])
             inverse = 1 / unit if unit > 0 else 0.0
-            if key is None:
-                _levels(own, base, inverse, top, None, levels[b:e])
-            else:
-                _levels(own, base, inverse, top, words[at + b : at + e], levels[b:e])
+            _levels(own, base, inverse, top, words[at + b : at + e], levels[b:e])
         begin = packed_bytes(lo, width)
         pack(levels[:count], width, packed[begin : begin + packed_bytes(count, width)])
     return odd
@@ -109,13 +106,13 @@ def encode_affine(
         lows[0] = extent[0]
         scales[0] = _scale(*extent, float((1 << width) - 1), *bounds)
     packed = np.empty(packed_bytes(n, width), np.uint8)
-    words = None if key is None else key_words(key)
+    words = key_words(key)
 
     def work(lo, hi):
         skip = 0 if given else lo // each
         out = packed[packed_bytes(lo, width) :]
         return _encode(
-            xs[lo:hi], part(rs, lo, hi), lo, lows[skip:], scales[skip:], out, each, width, given,
+            xs[lo:hi], rs[lo:hi], lo, lows[skip:], scales[skip:], out, each, width, given,
             bounds, words,
         )  # fmt: skip
 

@@ -10,6 +10,9 @@ Two things decide whether a loop becomes vector instructions (5 to 10 times fast
   costs a test for Python's negative indices.
 - Integers are narrowed after every operation: ``np.int32(a + b)``. Numba widens int32 + int32 to 64
   bits, and AVX2 has no conversion between 64-bit integers and floats.
+
+And one decides how long compiling takes: how many types a function is compiled for. So a residual
+or key that is not there is an empty array, not None. LLVM moves the question out of the loop.
 """
 
 import functools
@@ -20,7 +23,9 @@ import numpy as np
 from numba.extending import overload
 
 jit = functools.partial(numba.njit, nogil=True, cache=True)
-sum_jit = functools.partial(numba.njit, nogil=True, cache=True, fastmath={"reassoc", "nsz"})
+# Inlined, or there would be two copies of a sum, compiled apart and in another order: a process
+# that compiles the kernels would call the one, a process that loads them from disk the other.
+sum_jit = functools.partial(jit, fastmath={"reassoc", "nsz"}, forceinline=True)
 
 KEEP, ZERO, ADD = 0, 1, 2  # what an add kernel does to its output first; ADD adds another tensor
 
@@ -109,9 +114,9 @@ def _from_magnitude(bits, like):
 
 @jit
 def load(x, r, buffer):
-    """buffer = x + r; r may be None."""
+    """buffer = x + r."""
     for i in range(buffer.size):
-        buffer[i] = x[i] if r is None else x[i] + r[i]
+        buffer[i] = x[i] + r[i] if r.size else x[i]
 
 
 @jit
@@ -119,7 +124,7 @@ def load_peak(x, r, buffer):
     """buffer = x + r; return the bits of the largest magnitude."""
     top = magnitude(x.dtype.type(0))
     for i in range(buffer.size):
-        p = x[i] if r is None else x[i] + r[i]
+        p = x[i] + r[i] if r.size else x[i]
         buffer[i] = p
         top = max(top, magnitude(p))
     return top
@@ -140,11 +145,3 @@ def combine(out, mode, x, values, weight):
     else:
         for i in range(out.size):
             out[i] += weight * values[i]
-
-
-@jit
-def piece(array, lo, hi):
-    """array[lo:hi], or None for no array."""
-    if array is None:
-        return None
-    return array[lo:hi]

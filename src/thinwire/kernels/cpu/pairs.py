@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from thinwire.kernels import threads
-from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, jit, piece, sum_jit
-from thinwire.kernels.cpu.sparse import arrays, part
+from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, jit, sum_jit
+from thinwire.kernels.cpu.sparse import arrays
 
 u8, u32, u64 = np.uint8, np.uint32, np.uint64
 RUN = 1 << 12  # elements a partial sum covers when the pair is for the whole tensor
@@ -19,7 +19,7 @@ def _halves(x, r, unit, signs):
     """Sums of both halves in the given unit (NaN falls into the lower), and 1 for the upper."""
     above, below = 0.0, 0.0
     for i in range(signs.size):
-        p = x[i] if r is None else x[i] + r[i]
+        p = x[i] + r[i] if r.size else x[i]
         v = np.float64(p) * unit
         upper = v if v >= 0 else 0.0
         above += upper
@@ -48,7 +48,7 @@ def _encode(x, r, packed, sums, counts, block, unit):
         hi = min(lo + block, x.size)
         if hi - lo < block:
             signs[hi - lo :] = 0
-        above, below = _halves(x[lo:hi], piece(r, lo, hi), unit, signs[: hi - lo])
+        above, below = _halves(x[lo:hi], r[lo:hi], unit, signs[: hi - lo])
         odd |= not np.isfinite(above - below)
         sums[j, 0], sums[j, 1] = above, below
         counts[j] = _pack_signs(signs, packed[lo // 8 : (hi + 7) // 8])
@@ -74,7 +74,7 @@ def encode_pairs(x: torch.Tensor, r: torch.Tensor | None, *, block: int | None, 
     def work(lo, hi):
         j = lo // each
         out = packed[lo // 8 :], sums[j:], counts[j:]
-        return _encode(xs[lo:hi], part(rs, lo, hi), *out, each, unit)
+        return _encode(xs[lo:hi], rs[lo:hi], *out, each, unit)
 
     if any(threads.run(work, threads.ranges(n, each))):
         return None

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from thinwire.kernels import threads
-from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, jit, load, piece
+from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, jit, load
 from thinwire.kernels.cpu.random import fill, key_words
-from thinwire.kernels.cpu.sparse import arrays, part
+from thinwire.kernels.cpu.sparse import arrays
 from thinwire.kernels.key import Key
 
 SPAN = 4096
@@ -26,7 +26,7 @@ def _encode(x, r, first, out, top, ceiling, key):
     lift = 2.0 ** (126 - top) * 4294967296.0
     for lo in range(0, x.size, SPAN):
         count = min(SPAN, x.size - lo)
-        load(x[lo : lo + count], piece(r, lo, lo + count), buffer[:count])
+        load(x[lo : lo + count], r[lo : lo + count], buffer[:count])
         at = fill(first + lo, count, key, words)
         for i in range(count):
             p = np.float64(buffer[i])
@@ -51,7 +51,7 @@ def encode_powers(x: torch.Tensor, r: torch.Tensor | None, *, top: int, key: Key
     ceiling = np.int64(127 if top <= math.frexp(np.finfo(xs.dtype).max)[1] - 1 else 126)
 
     def work(lo, hi):
-        _encode(xs[lo:hi], part(rs, lo, hi), lo, out[lo:hi], np.int64(top), ceiling, words)
+        _encode(xs[lo:hi], rs[lo:hi], lo, out[lo:hi], np.int64(top), ceiling, words)
 
     threads.run(work, threads.ranges(xs.size, SPAN))
     return torch.from_numpy(out)

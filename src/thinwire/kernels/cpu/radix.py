@@ -18,7 +18,7 @@ def _histogram(x, r, prefix, shift, width, counts):
     """Count the next digit of every magnitude whose bits above it equal `prefix`."""
     mask = (1 << width) - 1
     for i in range(x.size):
-        m = np.int64(magnitude(x[i] if r is None else x[i] + r[i]))
+        m = np.int64(magnitude(x[i] + r[i] if r.size else x[i]))
         if (m >> (shift + width)) == prefix:
             counts[(m >> shift) & mask] += 1
 
@@ -28,7 +28,7 @@ def keep(x, r, bound, ties, first, out):
     """Positions of all magnitudes above `bound` and of the first `ties` equal to it."""
     found = 0
     for i in range(x.size):
-        m = np.int64(magnitude(x[i] if r is None else x[i] + r[i]))
+        m = np.int64(magnitude(x[i] + r[i] if r.size else x[i]))
         if m > bound:
             out[found] = first + i
             found += 1
@@ -37,6 +37,35 @@ def keep(x, r, bound, ties, first, out):
             found += 1
             ties -= 1
     return found
+
+
+@jit
+def select(a, k):
+    """np.partition(a, k)[k], which Numba takes five seconds to compile. Reorders a.
+
+    Hoare's selection: everything before `lo` is at most, everything after `hi` at least the k-th.
+    """
+    lo, hi = 0, a.size - 1
+    while lo < hi:
+        first, middle, last = a[lo], a[(lo + hi) // 2], a[hi]
+        pivot = max(min(first, middle), min(max(first, middle), last))
+        i, j = lo, hi
+        while i <= j:
+            while a[i] < pivot:
+                i += 1
+            while a[j] > pivot:
+                j -= 1
+            if i <= j:
+                a[i], a[j] = a[j], a[i]
+                i += 1
+                j -= 1
+        if k <= j:
+            hi = j
+        elif k >= i:
+            lo = i
+        else:
+            break
+    return a[k]
 
 
 @jit
@@ -69,7 +98,7 @@ def exact_top_k(x, r, k: int):
     def count(prefix, shift, width):
         def work(lo, hi):
             counts = np.zeros(1 << width, np.int64)
-            _histogram(x[lo:hi], None if r is None else r[lo:hi], prefix, shift, width, counts)
+            _histogram(x[lo:hi], r[lo:hi], prefix, shift, width, counts)
             return counts
 
         return threads.run(work, parts)
@@ -96,7 +125,6 @@ def exact_top_k(x, r, k: int):
 
     def work(lo, hi):
         out = np.empty(min(hi - lo, k), np.int64)
-        rs = None if r is None else r[lo:hi]
-        return out[: keep(x[lo:hi], rs, prefix, quota[lo], lo, out)]
+        return out[: keep(x[lo:hi], r[lo:hi], prefix, quota[lo], lo, out)]
 
     return np.concatenate(threads.run(work, parts))

@@ -62,8 +62,10 @@ def fill(first, count, key, out):
     return first % GROUP
 
 
-def key_words(key: Key):
-    """The key as the five words that the compiled loops take."""
+def key_words(key: Key | None):
+    """The key as the five words that the compiled loops take; none of them for no key."""
+    if key is None:
+        return np.empty(0, u32)
     return np.array(
         [key.step, key.tensor, key.seed & 0xFFFFFFFF, key.seed >> 32, key.stream << 24], u32
     )

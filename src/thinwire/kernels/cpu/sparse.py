@@ -12,8 +12,8 @@ import torch
 from numba.cpython.unsafe.numbers import trailing_zeros
 
 from thinwire.kernels import threads
-from thinwire.kernels.cpu.jit import ADD, INFINITY_BITS, INTEGER, ZERO, jit, magnitude, piece
-from thinwire.kernels.cpu.radix import exact_top_k, few_top_k, keep
+from thinwire.kernels.cpu.jit import ADD, INFINITY_BITS, INTEGER, ZERO, jit, magnitude
+from thinwire.kernels.cpu.radix import exact_top_k, few_top_k, keep, select
 
 u32, u64 = np.uint32, np.uint64
 SAMPLE = 1 << 15
@@ -29,13 +29,9 @@ def index_dtype(n: int):
 
 
 def arrays(x: torch.Tensor, r: torch.Tensor | None):
-    """The tensors as NumPy arrays over the same memory."""
-    return x.numpy(), None if r is None else r.numpy()
-
-
-def part(array, lo: int, hi: int):
-    """array[lo:hi], or None for no array."""
-    return None if array is None else array[lo:hi]
+    """The tensors as NumPy arrays over the same memory; without a residual an empty one."""
+    xs = x.numpy()
+    return xs, np.empty(0, xs.dtype) if r is None else r.numpy()
 
 
 @jit
@@ -45,7 +41,7 @@ def _sample(x, r, out):
         # A hashed offset within each stride, so that no period of the data can hide from it.
         h = u64(j + 1) * u64(0x9E3779B97F4A7C15)
         i = j * stride + np.int64((h >> u64(33)) % u64(stride))
-        p = x[i] if r is None else x[i] + r[i]
+        p = x[i] + r[i] if r.size else x[i]
         out[j] = magnitude(p)
 
 
@@ -61,9 +57,9 @@ def _collect(x, r, bound, first, positions, values):
     top = bound
     for lo in range(0, x.size, BLOCK):
         hi = min(lo + BLOCK, x.size)
-        own, other = x[lo:hi], piece(r, lo, hi)
+        own, other = x[lo:hi], r[lo:hi]
         for i in range(hi - lo):
-            p = own[i] if r is None else own[i] + other[i]
+            p = own[i] + other[i] if r.size else own[i]
             flags[i] = np.uint8(magnitude(p) >= bound)
         if hi - lo < BLOCK:
             flags[hi - lo :] = 0
@@ -74,7 +70,7 @@ def _collect(x, r, bound, first, positions, values):
             while word:
                 i = 8 * w + np.int64(trailing_zeros(word) >> u64(3))
                 word &= word - u64(1)
-                p = own[i] if r is None else own[i] + other[i]
+                p = own[i] + other[i] if r.size else own[i]
                 top = max(top, magnitude(p))
                 positions[found] = first + lo + i
                 values[found] = p
@@ -116,7 +112,7 @@ def _candidates(x, r, k: int):
 
     def work(lo, hi):
         positions, values = buffers[lo]
-        found, top = _collect(x[lo:hi], part(r, lo, hi), bound, lo, positions, values)
+        found, top = _collect(x[lo:hi], r[lo:hi], bound, lo, positions, values)
         return found, top, positions[:found], values[:found]
 
     results = threads.run(work, parts)
@@ -141,17 +137,20 @@ def _small_top_k(x, r, k, sample, positions, values):
         rank = _rank(sample.size, k, x.size)
         if rank >= sample.size:
             return -1, bound
-        bound = np.partition(sample, sample.size - rank)[sample.size - rank]
-    found, top = _collect(x, r, bound, 0, positions, values)
+        bound = select(sample, sample.size - rank)
+    found, top = _collect(x, r, bound, np.int64(0), positions, values)
     if found < k:
         return -1, bound
     if found > k:
         bits = np.empty(found, sample.dtype)
         for i in range(found):
             bits[i] = magnitude(values[i])
-        edge = np.partition(bits, found - k)[found - k]
+        edge = select(bits, found - k)
+        ties = k
+        for i in range(found):
+            ties -= bits[i] > edge
         chosen = np.empty(k, np.int64)
-        keep(values[:found], None, np.int64(edge), k - np.sum(bits > edge), 0, chosen)
+        keep(values[:found], values[:0], np.int64(edge), ties, np.int64(0), chosen)
         for i in range(k):
             positions[i] = positions[chosen[i]]
             values[i] = values[chosen[i]]
@@ -190,7 +189,7 @@ def _count(x, r, bound):
     found = 0
     top = bound - bound
     for i in range(x.size):
-        m = magnitude(x[i] if r is None else x[i] + r[i])
+        m = magnitude(x[i] + r[i] if r.size else x[i])
         found += m >= bound
         top = max(top, m)
     return found, top
@@ -201,7 +200,7 @@ def above(x: torch.Tensor, r: torch.Tensor | None, value: float):
     xs, rs = arrays(x, r)
     bound = np.abs(np.array(value, xs.dtype)).view(INTEGER[xs.dtype])[()]
     parts = threads.ranges(xs.size)
-    counts = threads.run(lambda lo, hi: _count(xs[lo:hi], part(rs, lo, hi), bound), parts)
+    counts = threads.run(lambda lo, hi: _count(xs[lo:hi], rs[lo:hi], bound), parts)
     if max(top for _, top in counts) >= INFINITY_BITS[xs.dtype]:
         return None
 
@@ -209,7 +208,7 @@ def above(x: torch.Tensor, r: torch.Tensor | None, value: float):
         room = counts[[p[0] for p in parts].index(lo)][0] + BLOCK
         positions = np.empty(room, index_dtype(xs.size))
         values = np.empty(room, xs.dtype)
-        found, _ = _collect(xs[lo:hi], part(rs, lo, hi), bound, lo, positions, values)
+        found, _ = _collect(xs[lo:hi], rs[lo:hi], bound, lo, positions, values)
         return positions[:found], values[:found]
 
     positions, values = zip(*threads.run(work, parts), strict=True)
@@ -220,7 +219,7 @@ def above(x: torch.Tensor, r: torch.Tensor | None, value: float):
 def _finite(x, r):
     odd = u32(0)
     for i in range(x.size):
-        p = x[i] if r is None else x[i] + r[i]
+        p = x[i] + r[i] if r.size else x[i]
         odd |= u32(not (abs(p) < np.inf))
     return odd == 0
 
@@ -228,9 +227,7 @@ def _finite(x, r):
 def all_finite(x: torch.Tensor, r: torch.Tensor | None) -> bool:
     """Whether every x + r is finite."""
     xs, rs = arrays(x, r)
-    return all(
-        threads.run(lambda lo, hi: _finite(xs[lo:hi], part(rs, lo, hi)), threads.ranges(xs.size))
-    )
+    return all(threads.run(lambda lo, hi: _finite(xs[lo:hi], rs[lo:hi]), threads.ranges(xs.size)))
 
 
 @jit
@@ -240,14 +237,14 @@ def _take(x, r, first, positions, out):
     done = 0
     for lo in range(0, x.size, NEAR):
         hi = min(lo + NEAR, x.size)
-        own, other = x[lo:hi], piece(r, lo, hi)
+        own, other = x[lo:hi], r[lo:hi]
         for i in range(hi - lo):
-            p = own[i] if r is None else own[i] + other[i]
+            p = own[i] + other[i] if r.size else own[i]
             odd |= u32(not (abs(p) < np.inf))
         base = first + lo
         while done < positions.size and positions[done] < first + hi:
             i = positions[done] - base
-            out[done] = own[i] if r is None else own[i] + other[i]
+            out[done] = own[i] + other[i] if r.size else own[i]
             done += 1
     return odd != 0
 
@@ -259,7 +256,7 @@ def take(x: torch.Tensor, r: torch.Tensor | None, positions: torch.Tensor):
 
     def work(lo, hi):
         a, b = (0, at.size) if hi - lo == xs.size else np.searchsorted(at, (lo, hi))
-        return _take(xs[lo:hi], part(rs, lo, hi), lo, at[a:b], out[a:b])
+        return _take(xs[lo:hi], rs[lo:hi], lo, at[a:b], out[a:b])
 
     return None if any(threads.run(work, threads.ranges(xs.size))) else torch.from_numpy(out)
 

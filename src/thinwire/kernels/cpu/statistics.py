@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from thinwire.kernels import threads
-from thinwire.kernels.cpu.jit import from_ordered, jit, load, ordered, piece, sum_jit
-from thinwire.kernels.cpu.sparse import arrays, part
+from thinwire.kernels.cpu.jit import from_ordered, jit, load, ordered, sum_jit
+from thinwire.kernels.cpu.sparse import arrays
 
 RUN = 1 << 13
 
 
 @jit
 def _extent(x, r):
-    low = high = ordered(x[0] if r is None else x[0] + r[0])
+    low = high = ordered(x[0] + r[0] if r.size else x[0])
     for i in range(x.size):
-        p = ordered(x[i] if r is None else x[i] + r[i])
+        p = ordered(x[i] + r[i] if r.size else x[i])
         low = min(low, p)
         high = max(high, p)
     return from_ordered(low, x[0]), from_ordered(high, x[0])
@@ -29,9 +29,7 @@ def _extent(x, r):
 def extent(x: torch.Tensor, r: torch.Tensor | None):
     """(min, max) of x + r, or None if not all are finite."""
     xs, rs = arrays(x, r)
-    found = threads.run(
-        lambda lo, hi: _extent(xs[lo:hi], part(rs, lo, hi)), threads.ranges(xs.size)
-    )
+    found = threads.run(lambda lo, hi: _extent(xs[lo:hi], rs[lo:hi]), threads.ranges(xs.size))
     ends = [float(end) for pair in found for end in pair]
     # NaN lies beyond the infinities in this order, so it is always found at an end.
     return (min(ends), max(ends)) if all(map(math.isfinite, ends)) else None
@@ -53,7 +51,7 @@ def _moments(x, r, unit, out):
     for j in range(out.shape[0]):
         lo = j * RUN
         here = buffer[: min(RUN, x.size - lo)]
-        load(x[lo:], piece(r, lo, x.size), here)
+        load(x[lo:], r[lo : x.size], here)
         out[j, 0], out[j, 1] = _sums(here, unit)
 
 
@@ -63,7 +61,7 @@ def moments(x: torch.Tensor, r: torch.Tensor | None, unit: float):
     out = np.empty((-(-xs.size // RUN), 2))
 
     def work(lo, hi):
-        _moments(xs[lo:hi], part(rs, lo, hi), unit, out[lo // RUN : -(-hi // RUN)])
+        _moments(xs[lo:hi], rs[lo:hi], unit, out[lo // RUN : -(-hi // RUN)])
 
     threads.run(work, threads.ranges(xs.size, RUN))
     total, squares = out.sum(0)

@@ -18,12 +18,11 @@ from thinwire.kernels.cpu.jit import (
     jit,
     load_peak,
     magnitude,
-    piece,
     sum_jit,
 )
 from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words
-from thinwire.kernels.cpu.sparse import arrays, part
+from thinwire.kernels.cpu.sparse import arrays
 from thinwire.kernels.key import Key
 
 RUN = 512  # elements handled at once when one scale serves the whole tensor
@@ -95,19 +94,19 @@ def _encode(x, r, first, scales, packed, block, limit, width, rule, bounds, key)
     span = block * max(1, SPAN // block)
     buffer = np.empty(min(block, x.size), x.dtype)
     levels = np.empty(min(span, x.size), np.uint8)
-    words = np.empty(0 if key is None else span + 1024, np.uint32)
+    words = np.empty(span + 1024 if key.size else 0, np.uint32)
     real = x.dtype.type
     tiny, highest, ceiling = real(bounds[0]), bounds[1], real(bounds[2])
     top = magnitude(real(0))
     for lo in range(0, x.size, span):
         count = min(span, x.size - lo)
         at = 0
-        if key is not None:
+        if key.size:
             at = fill(first + lo, count, key, words)
         for b in range(0, count, block):
             e = min(b + block, count)
             own = buffer[: e - b]
-            bits = load_peak(x[lo + b : lo + e], piece(r, lo + b, lo + e), own)
+            bits = load_peak(x[lo + b : lo + e], r[lo + b : lo + e], own)
             top = max(top, bits)
             if rule == GIVEN:
                 scale = scales[0]
@@ -115,10 +114,10 @@ def _encode(x, r, first, scales, packed, block, limit, width, rule, bounds, key)
             else:
                 scale, inverse = _scale(own, bits, limit, rule, tiny, highest, ceiling)
                 scales[(lo + b) // block] = scale
-            if key is None:
-                _nearest(own, inverse, limit, levels[b:e])
-            else:
+            if key.size:
                 _stochastic(own, inverse, limit, words[at + b : at + e], levels[b:e])
+            else:
+                _nearest(own, inverse, limit, levels[b:e])
         begin = packed_bytes(lo, width)
         pack(levels[:count], width, packed[begin : begin + packed_bytes(count, width)])
     return top
@@ -152,13 +151,13 @@ def encode_uniform(
         np.full(1, min(scale, ceiling), xs.dtype) if given else np.empty(-(-n // each), xs.dtype)
     )
     packed = np.empty(packed_bytes(n, width), np.uint8)
-    words = None if key is None else key_words(key)
+    words = key_words(key)
 
     def work(lo, hi):
         own = scales if given else scales[lo // each :]
         out = packed[packed_bytes(lo, width) :]
         return _encode(
-            xs[lo:hi], part(rs, lo, hi), lo, own, out, each, limit, width, RULES[rule], bounds,
+            xs[lo:hi], rs[lo:hi], lo, own, out, each, limit, width, RULES[rule], bounds,
             words,
         )  # fmt: skip
 
