@@ -26,6 +26,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from os.path import commonprefix
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
@@ -120,7 +121,9 @@ class Kind(Generic[T]):
         others = [kind for kind in self.family if kind is not self]
         found = next((kind.noun for kind in others if name in kind.classes), None)
         names = [*self.classes, *(each for kind in others for each in kind.classes)]
-        close = get_close_matches(name, names, 1)
+        close = get_close_matches(name, names, 3)
+        # Of names that are equally close, the one that begins alike.
+        close.sort(key=lambda each: -len(commonprefix([name, each])))
         hint = f": did you mean {close[0]!r}? " if close else "; "
         hint = f": that is a {found}; " if found else hint
         known = [f"{kind.plural}: {', '.join(sorted(kind.classes))}" for kind in (self, *others)]

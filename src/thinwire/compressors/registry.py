@@ -48,8 +48,8 @@ def compressor_of(given: Compressor | str) -> Compressor:
         return given
     if isinstance(given, str):
         return parse(given)
-    what = not_local(given) if isinstance(given, type) else f"got {type(given).__name__}"
-    raise TypeError(f"expected a compressor or a spec such as 'topk:0.01': {what}")
+    what = f": {not_local(given)}" if isinstance(given, type) else f", got {type(given).__name__}"
+    raise TypeError(f"expected a compressor or a spec such as 'topk:0.01'{what}")
 
 
 def local_of(given: Compressor | str) -> LocalCompressor:
