@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/own_loop.py
 
-No DDP: after backward the largest 5 % of each matrix are averaged over all ranks, in one exchange in
-the background, and the vectors uncompressed in another. Linear regression, so that the right answer
-is known.
+No DDP: after backward the largest 5 % of each matrix are averaged over all ranks in one exchange,
+and the vectors uncompressed in another, both in the background. Linear regression, so that the
+right answer is known.
 """
 
 import torch
