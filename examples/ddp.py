@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/ddp.py --compressor none
 
 Trains a small convolutional network on Fashion-MNIST (a part of it ships with thinwire) and prints
-what travelled. Stop it at any time: `--save` writes a checkpoint at the end, `--resume` goes on
+what was sent. Stop it at any time: `--save` writes a checkpoint at the end, `--resume` goes on
 from it as if it had never stopped.
 """
 

@@ -1,9 +1,9 @@
-"""A training loop of one's own: average the gradients where and when you like.
+"""A training loop of your own: average the gradients where and when you like.
 
     torchrun --standalone --nproc-per-node 2 examples/own_loop.py
 
-No DDP: after backward the matrices of the model travel as their largest 5 %, averaged over all
-ranks in one exchange in the background, and the vectors as they are. Linear regression, so that the
+No DDP: after backward the largest 5 % of each matrix are averaged over all ranks in one exchange,
+and the vectors uncompressed in another, both in the background. Linear regression, so that the
 right answer is known.
 """
 
