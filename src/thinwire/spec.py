@@ -20,6 +20,7 @@ that a field of one kind may hold another, and an unknown name is answered with 
 Between processes objects are sent as JSON (`to_json`, `from_json`), which needs no quoting.
 """
 
+import importlib
 import json
 import re
 import types
@@ -57,6 +58,13 @@ class Arguments(NamedTuple):
     name: str
     positional: list[str]
     named: dict[str, str]
+
+
+def load_kinds() -> None:
+    """Have all kinds registered, which they are when their rooms are imported: what can be read,
+    and what an error says, must not depend on what was imported before."""
+    for room in ("compressors", "feedback", "policies", "methods"):
+        importlib.import_module(f"thinwire.{room}")
 
 
 class Kind(Generic[T]):
@@ -118,8 +126,9 @@ class Kind(Generic[T]):
 
     def unknown(self, name: str, noun: str = "") -> ValueError:
         """The error for a name that is none of this kind."""
+        load_kinds()
         others = [kind for kind in self.family if kind is not self]
-        found = next((kind.noun for kind in others if name in kind.classes), None)
+        found = next((k.noun for k in Kind.every.values() if name in k.classes), None)
         names = [*self.classes, *(each for kind in others for each in kind.classes)]
         close = get_close_matches(name, names, 3)
         # Of names that are equally close, the one that begins alike.
@@ -441,6 +450,7 @@ def from_json(data: Any) -> Any:
     >>> from_json({"kind": "compressor", "name": "topk", "fields": {"ratio": 0.01}})
     TopK(ratio=0.01)
     """
+    load_kinds()
     return _object(data, 0)
 
 
@@ -453,7 +463,7 @@ def _object(data: Any, depth: int) -> Any:
     kind = Kind.every.get(noun) if isinstance(noun, str) else None
     if kind is None:
         known = ", ".join(sorted(Kind.every))
-        raise ValueError(f"unknown kind {_short(noun)}, known here: {known}")
+        raise ValueError(f"unknown kind {_short(noun)}, known: {known}")
     found = {**kind.classes, **kind.unnamed}.get(name) if isinstance(name, str) else None
     if found is None:
         raise kind.unknown(str(name))

@@ -69,8 +69,6 @@ def to_json(method: Method) -> dict[str, Any]:
 
 def from_json(found: dict[str, Any]) -> Method:
     """The method that `to_json` described. Raises ValueError if it cannot be read."""
-    import thinwire.feedback
-    import thinwire.policies  # noqa: F401, their kinds are known to `spec` then
     from thinwire import spec
 
     policy, feedback = found["policy"], found["feedback"]

@@ -160,7 +160,9 @@ def _feedback_of(recipe: Recipe, optimizer: Optimizer | None, scaler: Scaler | N
     feedback = recipe.feedback
     if recipe.momentum:
         if optimizer is None:
-            raise ValueError(f"{recipe.name} takes over the optimizer's momentum: optimizer=")
+            raise ValueError(
+                f"{recipe.name} takes over the momentum of the optimizer: pass it, optimizer=optimizer"
+            )
         assert isinstance(feedback, DGC)
         feedback = with_momentum(feedback, optimizer)
     if scaler is not None and (isinstance(feedback, Vote) or recipe.clips):

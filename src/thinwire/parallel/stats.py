@@ -7,7 +7,15 @@ import torch
 
 from thinwire.compressors import LocalCompressor
 from thinwire.feedback.base import Update
-from thinwire.formatting import TableColumn, show_bytes, show_number, show_ratio, table, text_of
+from thinwire.formatting import (
+    TableColumn,
+    plural,
+    show_bytes,
+    show_number,
+    show_ratio,
+    table,
+    text_of,
+)
 from thinwire.kernels import Key
 from thinwire.reducer.unit import Unit
 from thinwire.telemetry import Ledger, Line
@@ -159,7 +167,7 @@ def table_of(stats: Stats, rows: int) -> str:
     ]
     figures = ("elements", "sent per step", "ratio", "error", "residual")
     columns: list[TableColumn | str] = ["tensor", "compressor", "collective"]
-    columns += [TableColumn(figure, right=True) for figure in figures]
+    columns += [TableColumn(figure, right=True, wrap=False) for figure in figures]
     shown = table(columns, lines)
     times = ", ".join(f"{kind} {1e3 * s / steps:.1f} ms" for kind, s in stats["seconds"].items())
     return f"{text_of(shown, WIDTH)}\nper step: {times or 'nothing yet'}"
@@ -174,8 +182,8 @@ def explanation_of(wire: "Wire") -> str:
     feedback = wire._reducer.feedback
     kept = "What is left out is remembered and sent later" if feedback.parts else "Nothing is kept"
     lines = [
-        f"{wire.policy} decides on {len(chosen_for)} tensors with {elements:,} elements; {rest} "
-        f"small or excluded ones are always sent uncompressed. {kept} ({feedback}).",
+        f"{wire.policy} decides on {plural(len(chosen_for), 'tensor')} with {elements:,} elements; "
+        f"{rest} small or excluded ones are always sent uncompressed. {kept} ({feedback}).",
         *wire._choices.explain(),
     ]
     total, seconds = stats["total"], stats["seconds"]
