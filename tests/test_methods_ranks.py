@@ -823,7 +823,10 @@ def on_dgc_refuses_what_it_cannot_take_over() -> None:
         return raised(lambda: tw.attach(model, spec, optimizer=optimizer, **options))
 
     text = attach()
-    assert text == "ValueError: dgc:0.1 takes over the momentum of the optimizer: pass it, optimizer=optimizer", text
+    assert (
+        text
+        == "ValueError: dgc:0.1 takes over the optimizer's momentum: pass it, optimizer=optimizer"
+    ), text
     assert "such as SGD" in attach(torch.optim.Adam(model.parameters()))
     assert "without dampening" in attach(
         torch.optim.SGD(model.parameters(), momentum=0.9, dampening=0.1)

@@ -487,7 +487,7 @@ ONEBIT = {"kind": "compressor", "name": "onebit", "fields": {}}
         ([ONEBIT], "expected an object with kind, name and fields"),
         ({**ONEBIT, "more": 1}, "expected an object with kind, name and fields"),
         ({"kind": "compressor", "name": "onebit"}, "expected an object with kind"),
-        ({**ONEBIT, "kind": "os"}, "unknown kind 'os', known here: compressor, feedback"),
+        ({**ONEBIT, "kind": "os"}, "unknown kind 'os', known: compressor, feedback"),
         ({**ONEBIT, "kind": ["a"]}, "unknown kind ['a']"),
         ({**ONEBIT, "name": "onebite"}, "unknown compressor 'onebite': did you mean 'onebit'"),
         ({**ONEBIT, "name": ["onebit"]}, "unknown compressor"),

@@ -27,7 +27,6 @@ import types
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from os.path import commonprefix
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
@@ -128,11 +127,13 @@ class Kind(Generic[T]):
         """The error for a name that is none of this kind."""
         load_kinds()
         others = [kind for kind in self.family if kind is not self]
-        found = next((k.noun for k in Kind.every.values() if name in k.classes), None)
+        # Those that may stand in its place first: dgc is a method and a feedback.
+        kinds = [*others, *Kind.every.values()]
+        found = next((kind.noun for kind in kinds if name in kind.classes), None)
         names = [*self.classes, *(each for kind in others for each in kind.classes)]
         close = get_close_matches(name, names, 3)
         # Of names that are equally close, the one that begins alike.
-        close.sort(key=lambda each: -len(commonprefix([name, each])))
+        close.sort(key=lambda each: each[:2] != name[:2])
         hint = f": did you mean {close[0]!r}? " if close else "; "
         hint = f": that is a {found}; " if found else hint
         known = [f"{kind.plural}: {', '.join(sorted(kind.classes))}" for kind in (self, *others)]

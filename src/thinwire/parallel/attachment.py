@@ -161,7 +161,7 @@ def _feedback_of(recipe: Recipe, optimizer: Optimizer | None, scaler: Scaler | N
     if recipe.momentum:
         if optimizer is None:
             raise ValueError(
-                f"{recipe.name} takes over the momentum of the optimizer: pass it, optimizer=optimizer"
+                f"{recipe.name} takes over the optimizer's momentum: pass it, optimizer=optimizer"
             )
         assert isinstance(feedback, DGC)
         feedback = with_momentum(feedback, optimizer)
