@@ -27,6 +27,8 @@ import types
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from itertools import takewhile
+from operator import eq
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
@@ -133,7 +135,7 @@ class Kind(Generic[T]):
         names = [*self.classes, *(each for kind in others for each in kind.classes)]
         close = get_close_matches(name, names, 3)
         # Of names that are equally close, the one that begins alike.
-        close.sort(key=lambda each: each[:2] != name[:2])
+        close.sort(key=lambda each: -sum(takewhile(bool, map(eq, name, each))))
         hint = f": did you mean {close[0]!r}? " if close else "; "
         hint = f": that is a {found}; " if found else hint
         known = [f"{kind.plural}: {', '.join(sorted(kind.classes))}" for kind in (self, *others)]
