@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from thinwire.collectives.allreduce import check_writable
 from thinwire.collectives.channel import place_of
 from thinwire.collectives.exchange import Exchange, describe, describe_all
 from thinwire.collectives.handle import Handle
@@ -61,6 +62,7 @@ class AllGather(Exchange):
     ) -> None:
         compressor.check_input(input, residual)
         outputs = [output] if isinstance(output, Tensor) else list(output)
+        check_writable(outputs, [residual])
         what = f"all_gather of {describe(input)} with {compressor}"
         super().__init__("all_gather", [input, *outputs], options, result=output, what=what)
         self._places = self._places_in(output, input)
@@ -118,6 +120,7 @@ class AllGather(Exchange):
                 unbundle(m, [extent], self._compressor.fingerprint)[0]
                 for m, extent in zip(messages, extents, strict=True)
             ]
+        self.handle.account.finite = not any(each.non_finite for each in self._received)
 
     def finish(self) -> None:
         self._flat.parts[0].settle(self._compressor, self._payload)
@@ -167,6 +170,7 @@ class Broadcast(Exchange):
         key: Key | None,
     ) -> None:
         compressor.check_input(tensor, residual)
+        check_writable([tensor], [residual])
         what = f"broadcast of {describe(tensor)} with {compressor}"
         super().__init__("broadcast", [tensor], options, result=tensor, what=what)
         self._root = place_of(self.group, src)
@@ -198,6 +202,7 @@ class Broadcast(Exchange):
         with transport.clock("decode"):
             fingerprint = self._compressor.fingerprint
             (self._received,) = unbundle(message, [self._part.extent], fingerprint)
+        self.handle.account.finite = not self._received.non_finite
 
     def finish(self) -> None:
         if self._is_source:

@@ -178,7 +178,7 @@ class AllReduce(Exchange):
         self.compressor = compressor_of(compressor)
         self._op = op_name(op)
         check_operands(self._op, self.compressor, tensors, residuals)
-        check_writable([*tensors, *residuals])
+        check_writable(tensors, residuals)
         options.check(self.compressor)
         self._collective = options.collective
         if self._op not in ("SUM", "AVG") and self._collective not in ("auto", "summable"):
@@ -294,10 +294,29 @@ def check_operands(
             compressor.check_input(tensor, r)
 
 
-def check_writable(tensors: Sequence[Tensor | None]) -> None:
-    """Refuse tensors that cannot take a result."""
-    for each in tensors:
-        if each is not None and any(
-            n > 1 and step == 0 for n, step in zip(each.shape, each.stride(), strict=True)
-        ):
+def check_writable(tensors: Sequence[Tensor], residuals: Sequence[Tensor | None]) -> None:
+    """Refuse tensors and residuals that cannot take a result."""
+    given = [residual for residual in residuals if residual is not None]
+    for each in [*tensors, *given]:
+        if any(n > 1 and step == 0 for n, step in zip(each.shape, each.stride(), strict=True)):
             raise ValueError("several elements of the tensor share one place: clone() it first")
+        if each.is_inference():
+            raise ValueError(
+                "an inference tensor cannot be changed by another thread: clone() it outside of "
+                "torch.inference_mode() first"
+            )
+    for residual in given:
+        if any(_overlap(tensor, residual) for tensor in tensors):
+            raise ValueError("a residual lies in the memory of its tensor: give it its own")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may have elements in common; strides are not looked at."""
+    if a.device != b.device or not a.numel() or not b.numel():
+        return False
+    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+
+
+def _end(tensor: Tensor) -> int:
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()

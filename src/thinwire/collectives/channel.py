@@ -76,9 +76,10 @@ class Channel:
 
     def close(self) -> None:
         """Let the thread end; what was submitted gets a moment to end before it."""
-        if self._end is None:
-            self._end = time.monotonic() + GRACE
-        self._exchanges.put(None)
+        with self._lock:
+            if self._end is None:
+                self._end = time.monotonic() + GRACE
+            self._exchanges.put(None)
 
     def join(self, timeout: float) -> None:
         """Wait for the thread."""
@@ -104,14 +105,23 @@ class Channel:
             except queue.Empty:
                 if self._alive():
                     continue
-                self._end = time.monotonic()
                 break
             if item is None:
                 break
             self._carry_out(item)
             del item  # it holds tensors
+        self._refuse_the_rest()
         if self._link is not None:
             self._link.close(farewell=True)
+
+    def _refuse_the_rest(self) -> None:
+        """What was submitted at the last moment must end, too."""
+        with self._lock:
+            self._end = time.monotonic()
+            while not self._exchanges.empty():
+                late = self._exchanges.get()
+                if late is not None:
+                    late.handle._end(PeerError("the process group has been destroyed"))
 
     def _carry_out(self, exchange: Runnable) -> None:
         handle = exchange.handle
@@ -122,7 +132,7 @@ class Channel:
             error = PeerError("given up: the process group or the interpreter has ended")
         except BaseException as caught:
             error = caught
-        if isinstance(error, PeerError) and self._link is not None and self._link.closed:
+        if self._lost is None and self._link is not None and self._link.closed:
             self._lost = str(error)
         handle.account.lost = self._lost is not None
         handle._end(error)
@@ -197,7 +207,13 @@ def channel_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None
     with _lock:
         own = _channels.setdefault(group, {})
         found = own.get(name)
-        if found is None or found.ended or found.pid != os.getpid():
+        if found is not None and found.pid != os.getpid():
+            raise RuntimeError(
+                "this process was forked from the one that connected this process group: its "
+                "connections are the parent's. Start processes with 'spawn', or call "
+                "torch.distributed.init_process_group in each of them"
+            )
+        if found is None or found.ended:
             backend = torch_internals.backend_of(group, device)
             members = Members(name, tuple(ranks), index, backend)
             reference = weakref.ref(group)

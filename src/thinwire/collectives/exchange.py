@@ -14,13 +14,16 @@ from torch import Tensor
 
 from thinwire.collectives.channel import Channel, Pair, channel_of, process_group
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.link import Link
+from thinwire.collectives.link import BackendRefusedError, GivenUpError, Link
 from thinwire.collectives.options import Options
 from thinwire.collectives.transport import Call, Transport
 from thinwire.compressors import Compressor
+from thinwire.errors import MismatchError, PeerError, ReplicaError
 from thinwire.kernels import Key
 
 Details = tuple[tuple[str, str], ...]  # (what, in words)
+# Errors that all ranks get, or that come with closed connections.
+KNOWN_TO_ALL = (BackendRefusedError, GivenUpError, MismatchError, PeerError, ReplicaError)
 
 
 class Exchange(ABC):
@@ -33,6 +36,9 @@ class Exchange(ABC):
                    that it will write.
     3. `finish`    writes results and residuals.
        `undo`      in place of `finish` when a stage has failed: all is as before the call.
+
+    What fails after `prepare` and was not announced closes the connections: the other ranks may
+    have succeeded, and must not go on with replicas that differ.
 
     A subclass fills `details`: what ranks must agree in, besides the name of the call.
 
@@ -147,15 +153,23 @@ class Exchange(ABC):
 
     def _carry_out(self, transport: Transport) -> None:
         try:
-            self.enter(transport)
-            with transport.preparing():
-                self.prepare()
-            self.exchange(transport)
-        except BaseException:
-            self.undo()
+            try:
+                self.enter(transport)
+                with transport.preparing():
+                    self.prepare()
+                self.exchange(transport)
+            except BaseException:
+                self.undo()
+                raise
+            with transport.clock("decode"):
+                self.finish()
+        except KNOWN_TO_ALL:
             raise
-        with transport.clock("decode"):
-            self.finish()
+        except BaseException:
+            if not self.handle.account.announced:
+                # The others may have gone on, or wait for this rank: closed connections tell them.
+                transport.link.close()
+            raise
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[None]:

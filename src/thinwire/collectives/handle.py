@@ -1,11 +1,14 @@
 """What a caller holds while an exchange is under way."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+log = logging.getLogger("thinwire")
 
 
 @dataclass
@@ -123,7 +126,10 @@ class Handle:
         if future is not None:
             self._fulfil(future)  # runs callbacks, which may ask this handle
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:  # the thread that calls it has other exchanges to carry out
+                log.exception("a callback of %s raised", self.what)
 
     def _fulfil(self, future: "torch.futures.Future[Any]") -> None:
         if self._error is None:

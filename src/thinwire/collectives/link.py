@@ -31,6 +31,10 @@ MOST_KEPT = 1 << 28  # bytes
 MESSAGE = 96  # bytes that gloo adds to a message: its own header and that of the answer, measured
 
 
+class BackendRefusedError(RuntimeError):
+    """The backend does not take the type or the reduction, on all ranks alike."""
+
+
 class GivenUpError(Exception):
     """The waiting thread was told to give up."""
 
@@ -197,7 +201,7 @@ class Link:
                     break
         except RuntimeError as error:
             if self._waits_in_steps and not _is_loss(error):
-                raise  # gloo refuses the type or the reduction, on all ranks alike
+                raise BackendRefusedError(str(error)) from error
             lost = self._reason(str(error), limit)
         if lost is not None:
             # Outside of the except block: an error that is kept would keep the connections.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.allreduce import check_operands, op_name
+from thinwire.collectives.allreduce import check_operands, check_writable, op_name
 from thinwire.collectives.exchange import (
     Exchange,
     describe_all,
@@ -75,6 +75,7 @@ class ReduceScatter(Exchange):
         inputs = [input] if isinstance(input, Tensor) else list(input)
         residuals = _as_list(residual, len(inputs))
         check_operands(operation, compressor, inputs, residuals)
+        check_writable([output], residuals)
         what = f"reduce_scatter of {describe_all(inputs)[:80]} with {compressor}"
         super().__init__("reduce_scatter", [output, *inputs], options, result=output, what=what)
         self._check_shapes(output, inputs, listed=not isinstance(input, Tensor))
@@ -120,6 +121,7 @@ class ReduceScatter(Exchange):
 
     def exchange(self, transport: Transport) -> None:
         self._swap.exchange(transport)
+        self.handle.account.finite = self._swap.finite
         with transport.clock("decode"):
             (self._total,) = self._swap.sums()
 

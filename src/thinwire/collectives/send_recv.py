@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.allreduce import check_writable
 from thinwire.collectives.channel import Pair, place_of, process_group
 from thinwire.collectives.exchange import Exchange, describe
 from thinwire.collectives.handle import Handle
@@ -137,6 +138,7 @@ class Send(Exchange):
         self._flat = FlatTensors([self._tensor], [self._residual], self._key)
         self._payload = self._flat.parts[0].draft(self._compressor)
         self._message = bundle([self._payload])
+        self.handle.account.finite = not self._payload.non_finite
 
     def exchange(self, transport: Transport) -> None:
         transport.meet([self._message.numel()])
@@ -150,6 +152,7 @@ class Send(Exchange):
 class Receive(Exchange):
     def __init__(self, tensor: Tensor, src: int, tag: int, options: Options) -> None:
         me, other = _places(tensor, src, tag, options)
+        check_writable([tensor], [])
         what = f"recv of {describe(tensor)} from rank {src}"
         super().__init__(
             NAME, [tensor], options, result=tensor, what=what, pair=Pair(other, me, tag)
@@ -172,6 +175,8 @@ class Receive(Exchange):
                     f"expected {describe(tensor)}, the message holds {self._payload.numel} "
                     f"elements of {self._payload.dtype}"
                 )
+
+        self.handle.account.finite = not self._payload.non_finite
 
     def finish(self) -> None:
         self._payload.restore(self._tensor)

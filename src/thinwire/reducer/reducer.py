@@ -67,7 +67,8 @@ class Reducer:
 
     @property
     def ledger(self) -> Ledger:
-        """Bytes and seconds so far."""
+        """Bytes and seconds of the exchanges that have ended."""
+        self._units.ledger.fold()
         return self._units.ledger
 
     def average(
