@@ -4,6 +4,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire import check
 from thinwire.feedback.base import Remembering, State, Update, Workspace
 
 
@@ -67,9 +68,7 @@ class EF21M(EF21):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number = isinstance(self.eta, int | float) and not isinstance(self.eta, bool)
-        if not number or not 0 < self.eta <= 1:
-            raise ValueError(f"EF21M: eta must be in (0, 1], got {self.eta!r}")
+        check.fraction("EF21M", "eta", self.eta)
 
     @property
     def _eta(self) -> float:

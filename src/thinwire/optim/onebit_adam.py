@@ -3,12 +3,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from thinwire import check
 from thinwire.collectives.options import Group, Timeout
 from thinwire.compressors import Compressor
-from thinwire.optim import adam, check
-from thinwire.optim.base import ONE_BIT
-from thinwire.optim.slot import Slot
-from thinwire.optim.staged import Staged
+from thinwire.optim import adam
+from thinwire.optim.adam import Slot
+from thinwire.optim.base import ONE_BIT, Staged
 
 
 class OneBitAdam(Staged):

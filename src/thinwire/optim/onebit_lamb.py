@@ -4,12 +4,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thinwire import check
 from thinwire.collectives.options import Group, Timeout
 from thinwire.compressors import Compressor
-from thinwire.optim import adam, check
-from thinwire.optim.base import ONE_BIT
-from thinwire.optim.slot import Slot
-from thinwire.optim.staged import Staged
+from thinwire.optim import adam
+from thinwire.optim.adam import Slot
+from thinwire.optim.base import ONE_BIT, Staged
 
 
 class OneBitLamb(Staged):
@@ -113,10 +113,10 @@ class OneBitLamb(Staged):
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
         who = "OneBitLamb"
-        check.beta(who, "coeff_beta", group["coeff_beta"])
-        check.beta(who, "factor_threshold", group["factor_threshold"])
+        check.below(who, "coeff_beta", group["coeff_beta"], 1)
+        check.below(who, "factor_threshold", group["factor_threshold"], 1)
         for low, high in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
-            check.above_zero(who, low, group[low])
+            check.positive(who, low, group[low])
             check.at_least(who, high, group[high], group[low])
         if not group["factor_min"] <= 1 <= group["factor_max"]:
             raise ValueError(f"{who}: the factor starts from 1, so its bounds must contain it")
