@@ -1,4 +1,4 @@
-"""Imports point one way, and `import thinwire` stays light.
+"""Imports point one way, a class name stands for one class, and `import thinwire` stays light.
 
 Source files are parsed, not imported: imports inside functions and under TYPE_CHECKING count too.
 """
@@ -88,6 +88,16 @@ def wrong_way(module: Module) -> list[str]:
     return wrong
 
 
+def shared_class_names(modules: list[Module]) -> list[str]:
+    """Names that more than one class has, private and nested ones included, with their places."""
+    places: dict[str, list[str]] = {}
+    for module in modules:
+        for node in ast.walk(ast.parse(module.source)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{module.name}, line {node.lineno}")
+    return [f"{name} ({'; '.join(found)})" for name, found in places.items() if len(found) > 1]
+
+
 def test_every_module_stands_in_a_room() -> None:
     assert MODULES, f"no source found under {SRC}: correct SRC in this test"
     lost = [m.name for m in MODULES if m.room not in LEAVES.union(ROOMS)]
@@ -112,6 +122,19 @@ def test_only_collectives_and_later_rooms_talk() -> None:
 def test_nothing_imports_pickle() -> None:
     wrong = [m.name for m in MODULES if imports_any(m, "pickle")]
     assert not wrong, f"{wrong} import pickle, which runs what it reads: send a frame instead"
+
+
+def test_no_two_classes_share_a_name() -> None:
+    wrong = shared_class_names(MODULES)
+    assert not wrong, f"one name for two classes, rename one of each: {wrong}"
+
+
+def test_a_shared_class_name_is_detected() -> None:
+    one = Module("thinwire.kernels.topk", "class _Turn: ...")
+    other = Module("thinwire.frames.frame", "def f():\n    class _Turn: ...")
+    assert not shared_class_names([one])
+    places = "_Turn (thinwire.kernels.topk, line 1; thinwire.frames.frame, line 2)"
+    assert shared_class_names([one, other]) == [places]
 
 
 @pytest.mark.parametrize(
