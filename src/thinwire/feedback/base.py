@@ -103,7 +103,7 @@ class Feedback(ABC):
 
     name: ClassVar[str]
     parts: ClassVar[tuple[str, ...]] = ()  # names of the vectors that are the state of a tensor
-    dense_start: ClassVar[bool] = False  # whether the first exchange goes uncompressed
+    dense_start: ClassVar[bool] = False  # whether the first exchange is uncompressed
 
     def __str__(self) -> str:
         return spec_of(self)

@@ -19,7 +19,7 @@ class DGC(Remembering):
     must be off: `attach(..., optimizer=)` sees to that. Where nothing is left out, u is kept, and
     this is momentum SGD.
 
-    Made for what sends single elements as they are (Top-K) through "gather".
+    Made for compressors that send single elements (Top-K) through "gather".
 
     Args:
         momentum: m, in [0, 1).

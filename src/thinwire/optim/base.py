@@ -32,7 +32,7 @@ UNCOMPRESSED = NoCompression()
 
 @dataclass
 class Parcel:
-    """What travels in one exchange, for the ledger."""
+    """What is sent in one exchange, for the ledger."""
 
     names: tuple[str, ...]
     pieces: list[Tensor]

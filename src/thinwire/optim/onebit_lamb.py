@@ -13,10 +13,10 @@ from thinwire.optim.base import ONE_BIT, Staged
 
 
 class OneBitLamb(Staged):
-    """LAMB that exchanges one bit an element once its variance has settled.
+    """LAMB that exchanges one bit per element once its variance is frozen.
 
     With u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p for each tensor, steps
-    1 to T = freeze_step are LAMB on the averaged gradient, which travels uncompressed:
+    1 to T = freeze_step are LAMB on the averaged gradient, which is sent uncompressed:
 
         c = clip(||p|| / ||u||, min_coeff, max_coeff), 1 where either is zero
         p = p - lr c u
@@ -33,7 +33,7 @@ class OneBitLamb(Staged):
     and within a share factor_threshold of what it was one step before.
 
     Each tensor is compressed with a scale of its own, which takes the place of the paper's common
-    scale for momenta that travel as one. Norms are summed in float64; that their last bit rounds
+    scale for momenta that are sent as one. Norms are summed in float64; that their last bit rounds
     alike on all ranks holds for ranks of one kind: `tw.check_replicas` tells.
 
     Args:

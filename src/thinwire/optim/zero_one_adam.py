@@ -23,10 +23,10 @@ class Sum(NamedTuple):
 
 
 class ZeroOneAdam(ExchangingOptimizer):
-    """Adam that sends one bit an element from the start, and later meets only now and then.
+    """Adam that sends one bit per element from the start, and later meets only now and then.
 
     **Until step var_freeze_step** ranks meet at every step. Where the variance is updated the
-    gradient travels uncompressed, and m and v are those of Adam. Such steps are one apart for
+    gradient is sent uncompressed, and m and v are those of Adam. Such steps are one apart for
     var_update_scaler updates, then two apart for as many, then four, and so on. At all other steps
     the momentum is exchanged as in `OneBitAdam`, and v stays.
 
