@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/own_loop.py
 
-No DDP: after backward the matrices of the model travel as their largest 5 %, averaged over all
-ranks in one exchange in the background, and the vectors as they are. Linear regression, so that the
-right answer is known.
+No DDP: after backward the largest 5 % of the model's matrices are averaged over all ranks in one
+exchange in the background, and its vectors uncompressed. Linear regression, so that the right
+answer is known.
 """
 
 import torch
@@ -33,7 +33,7 @@ def main() -> None:
         loss = nn.functional.mse_loss(model(inputs), inputs @ answer.T)
         optimizer.zero_grad()
         loss.backward()
-        gradients = {name: p.grad for name, p in model.named_parameters()}
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         matrices = {name: g for name, g in gradients.items() if g.dim() > 1}
         vectors = {name: g for name, g in gradients.items() if g.dim() < 2}
         handles = [

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+import thinwire as tw
+
 SRC = Path(__file__).resolve().parents[1] / "src"
 FACE = "thinwire"  # thinwire/__init__.py: may import anything; of the rooms only cli may import it
 ROOMS = (
@@ -175,6 +177,18 @@ def test_talking_is_detected(source: str) -> None:
 )
 def test_a_right_import_passes(module: Module) -> None:
     assert not wrong_way(module), f"{module} is refused although it points left: mend wrong_way"
+
+
+def test_the_typed_script_uses_every_public_name() -> None:
+    tree = ast.parse((Path(__file__).parent / "typed_user_script.py").read_text(encoding="utf-8"))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id == "tw"
+    }
+    lacking = sorted(set(tw.__all__) - used)
+    assert not lacking, f"tests/typed_user_script.py does not use {lacking}: add a line for each"
 
 
 def test_import_is_light() -> None:
