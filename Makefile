@@ -42,6 +42,7 @@ check: setup  ## Check formatting, lint and types
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
+	$(VENV)/bin/basedpyright
 
 format: setup  ## Format the code and apply the safe lint fixes
 	$(VENV)/bin/ruff check --fix --exit-zero --quiet

@@ -198,7 +198,7 @@ def rank_main(job: dict[str, Any]) -> None:
             dist.barrier()
             begin = time.perf_counter()
             optimizer.zero_grad()
-            task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            task.loss(model, batch).backward()
             optimizer.step()
             seconds = torch.tensor(time.perf_counter() - begin)
             dist.all_reduce(seconds, dist.ReduceOp.MAX)

@@ -22,7 +22,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(rank)
     residual = torch.zeros(NUMEL)
     total, exact = torch.zeros(NUMEL), torch.zeros(NUMEL)
-    sent = 0
+    sent, collective = 0, ""
     for _ in range(STEPS):
         gradient = torch.randn(NUMEL, generator=generator)
         dense = gradient.clone()
@@ -31,13 +31,14 @@ def main() -> None:
         handle = tw.all_reduce(gradient, "topk:0.01", residual=residual, op="avg")
         total += gradient
         sent += handle.bytes_sent
+        collective = handle.collective
 
     left = residual.clone()
     dist.all_reduce(left)
     lost = (total + left / world - exact).abs().max() / exact.abs().max()
     if rank == 0:
         dense_bytes = STEPS * 2 * (world - 1) * 4 * NUMEL // world
-        print(f"{world} ranks, {STEPS} steps, collective {handle.collective!r}")
+        print(f"{world} ranks, {STEPS} steps, collective {collective!r}")
         print(f"sent by each rank: {sent / 1e6:.2f} MB instead of {dense_bytes / 1e6:.2f} MB")
         print(f"averages + residuals = exact averages, to {lost:.1e}")
     dist.destroy_process_group()

@@ -33,7 +33,7 @@ def main() -> None:
         loss = nn.functional.mse_loss(model(inputs), inputs @ answer.T)
         optimizer.zero_grad()
         loss.backward()
-        gradients = {name: p.grad for name, p in model.named_parameters()}
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         matrices = {name: g for name, g in gradients.items() if g.dim() > 1}
         vectors = {name: g for name, g in gradients.items() if g.dim() < 2}
         handles = [

@@ -12,14 +12,19 @@ import thinwire as tw
 
 ROOT = Path(__file__).parent.parent
 ROOMS = (
-    *("compressors", "collectives", "feedback", "reducer", "policies", "methods", "optim"),
-    *("parallel", "workloads"),
+    *("compressors", "collectives", "pipeline", "feedback", "reducer", "policies", "methods"),
+    *("optim", "parallel", "workloads"),
 )
-MODULES = [
-    f"thinwire.{room}.{module.name}"
-    for room in ROOMS
-    for module in pkgutil.iter_modules(importlib.import_module(f"thinwire.{room}").__path__)
-]
+
+
+def modules_of(room: str) -> list[str]:
+    """A room is a package of modules, or a module by itself."""
+    found = importlib.import_module(f"thinwire.{room}")
+    inside = pkgutil.iter_modules(getattr(found, "__path__", ()))
+    return [f"{found.__name__}.{module.name}" for module in inside] or [found.__name__]
+
+
+MODULES = [name for room in ROOMS for name in modules_of(room)]
 
 
 def test_readme_example_runs(capsys):

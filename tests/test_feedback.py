@@ -1298,7 +1298,10 @@ def test_every_feedback_has_a_name_and_a_line():
         ("ef14:true", "EF14: decay must be in [0, 1], got True"),
         ("ef21m:0", "EF21M: eta must be in (0, 1], got 0"),
         ("ef21m:eta=x", "EF21M: eta must be in (0, 1], got 'x'"),
-        ("ef21:storage=fp8", "EF21: storage must be one of fp32, bf16, int8, host, got 'fp8'"),
+        (
+            "ef21:storage=fp8",
+            "EF21: storage must be one of 'fp32', 'bf16', 'int8', 'host', got 'fp8'",
+        ),
         ("ef14:reset=-1", "EF14: reset must be a number of steps, 0 for never, got -1"),
         ("ef14:reset=1.5", "EF14: reset must be a number of steps"),
         ("ef14:momentum=1", "usage: ef14:decay=1.0,storage=fp32,reset=0"),

@@ -14,25 +14,12 @@ from tensors import normal, same
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.frames.code import Code
-from thinwire.frames.codes import (
-    BY_ID,
-    Affine,
-    Elias,
-    Narrow,
-    NonFinite,
-    Overlay,
-    Pairs,
-    Powers,
-    Raw,
-    Scaled8,
-    Seeded,
-    Sparse,
-    Uniform,
-    Zipped,
-)
-from thinwire.frames.header import MOST_DEPTH, header_bytes
-from thinwire.frames.varint import varint
+from thinwire.frames.code import Code, varint
+from thinwire.frames.header import CODES, MOST_DEPTH, header_bytes
+from thinwire.frames.levels import Affine, Elias, Pairs, Powers, Uniform
+from thinwire.frames.positions import Overlay, Seeded, Sparse
+from thinwire.frames.values import Narrow, NonFinite, Raw, Scaled8
+from thinwire.frames.zipped import Zipped
 
 GOLDEN = Path(__file__).parent / "golden"
 F32 = torch.float32
@@ -73,7 +60,7 @@ def test_golden_frames_cover_all_codes():
     def ids(code: Code) -> set[int]:
         return {code.id}.union(*(ids(child) for child in code.children()))
 
-    assert set().union(*(ids(tw.unpack(stored(name)).code) for name in FRAMES)) == set(BY_ID)
+    assert set().union(*(ids(tw.unpack(stored(name)).code) for name in FRAMES)) == set(CODES)
 
 
 def test_no_golden_frame_is_forgotten():

@@ -1,4 +1,4 @@
-"""Imports point one way, and `import thinwire` stays light.
+"""Imports point one way, a class name stands for one class, and `import thinwire` stays light.
 
 Source files are parsed, not imported: imports inside functions and under TYPE_CHECKING count too.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+import thinwire as tw
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 FACE = "thinwire"  # thinwire/__init__.py: may import anything; of the rooms only cli may import it
@@ -88,6 +90,16 @@ def wrong_way(module: Module) -> list[str]:
     return wrong
 
 
+def shared_class_names(modules: list[Module]) -> list[str]:
+    """Names that more than one class has, private and nested ones included, with their places."""
+    places: dict[str, list[str]] = {}
+    for module in modules:
+        for node in ast.walk(ast.parse(module.source)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{module.name}, line {node.lineno}")
+    return [f"{name} ({'; '.join(found)})" for name, found in places.items() if len(found) > 1]
+
+
 def test_every_module_stands_in_a_room() -> None:
     assert MODULES, f"no source found under {SRC}: correct SRC in this test"
     lost = [m.name for m in MODULES if m.room not in LEAVES.union(ROOMS)]
@@ -112,6 +124,19 @@ def test_only_collectives_and_later_rooms_talk() -> None:
 def test_nothing_imports_pickle() -> None:
     wrong = [m.name for m in MODULES if imports_any(m, "pickle")]
     assert not wrong, f"{wrong} import pickle, which runs what it reads: send a frame instead"
+
+
+def test_no_two_classes_share_a_name() -> None:
+    wrong = shared_class_names(MODULES)
+    assert not wrong, f"one name for two classes, rename one of each: {wrong}"
+
+
+def test_a_shared_class_name_is_detected() -> None:
+    one = Module("thinwire.kernels.topk", "class _Turn: ...")
+    other = Module("thinwire.frames.frame", "def f():\n    class _Turn: ...")
+    assert not shared_class_names([one])
+    places = "_Turn (thinwire.kernels.topk, line 1; thinwire.frames.frame, line 2)"
+    assert shared_class_names([one, other]) == [places]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +177,18 @@ def test_talking_is_detected(source: str) -> None:
 )
 def test_a_right_import_passes(module: Module) -> None:
     assert not wrong_way(module), f"{module} is refused although it points left: mend wrong_way"
+
+
+def test_the_typed_script_uses_every_public_name() -> None:
+    tree = ast.parse((Path(__file__).parent / "typed_user_script.py").read_text(encoding="utf-8"))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id == "tw"
+    }
+    lacking = sorted(set(tw.__all__) - used)
+    assert not lacking, f"tests/typed_user_script.py does not use {lacking}: add a line for each"
 
 
 def test_import_is_light() -> None:

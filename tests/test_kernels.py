@@ -20,7 +20,7 @@ from tensors import normal, same
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.frames.codes.sparse import write_positions
+from thinwire.frames.positions import write_positions
 from thinwire.kernels import threads
 from thinwire.kernels.cpu import jit
 from thinwire.kernels.cpu.radix import select

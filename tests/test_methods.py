@@ -32,8 +32,7 @@ from thinwire.feedback.base import Workspace
 from thinwire.feedback.registry import feedback_for
 from thinwire.feedback.state import ScratchBuffers
 from thinwire.frames.payload import add_all
-from thinwire.methods import Recipe, list_methods, method_of
-from thinwire.methods.recipes import usages
+from thinwire.methods import Recipe, list_methods, method_of, usages
 from thinwire.parallel.momentum import take_momentum, with_momentum
 from thinwire.parallel.plan import Piece, PlannedExchange, Planner
 from thinwire.policies import Fixed, Journal, PolicyContext, TensorInfo
@@ -451,7 +450,7 @@ def test_what_all_ranks_find_together_cannot_be_a_stage(spec):
         (lambda: tw.feedback.DGC(1.0), "DGC: momentum must be in [0, 1), got 1.0"),
         (lambda: tw.feedback.DGC(-0.1), "DGC: momentum must be in [0, 1), got -0.1"),
         (lambda: tw.feedback.DGC(clip=-1), "DGC: clip must be in [0, inf), got -1"),
-        (lambda: tw.feedback.DGC(nesterov=1), "DGC: nesterov must be true or false, got 1"),
+        (lambda: tw.feedback.DGC(nesterov=1), "DGC: nesterov must be True or False, got 1"),
         (lambda: tw.feedback.DGC(storage="fp8"), "DGC: storage must be one of"),
         (lambda: tw.feedback.Vote(1), "Vote: momentum must be in [0, 1), got 1"),
         (lambda: tw.feedback.Vote(True), "Vote: momentum must be in [0, 1), got True"),

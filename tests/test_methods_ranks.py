@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.compressors.joint import normal as drawn
-from thinwire.methods import list_methods, method_of
-from thinwire.methods.recipes import usages
+from thinwire.methods import list_methods, method_of, usages
 from thinwire.reducer.exchange import Driver
 from thinwire.reducer.unit import Unit
 

@@ -1,9 +1,12 @@
 """Policies in one process: what they choose, from what ranks would tell them."""
 
+import ast
+import inspect
 import itertools
 import json
 import random
 import re
+from dataclasses import MISSING, fields
 from typing import Any
 
 import numpy as np
@@ -458,6 +461,27 @@ def test_journals_keep_the_last_thousand():
         journal.note(step, "all", None, "so")
     assert len(journal.decisions) == 1000
     assert journal.decisions[-1] == (1499, "all", "uncompressed", "so")
+
+
+HOLDERS = [
+    getattr(tw.policies, name)
+    for name in (
+        *("Accuracy", "Bandwidth", "Fixed", "Layerwise", "Magnitude", "Progressive", "Ramp"),
+        *("Rule", "Solve", "Warmup"),
+    )
+]
+
+
+@pytest.mark.parametrize("kind", HOLDERS, ids=lambda kind: kind.__name__)
+def test_what_type_checkers_see_is_what_dataclass_makes(kind):
+    functions = [n for n in ast.walk(ast.parse(inspect.getsource(kind))) if hasattr(n, "args")]
+    shown = next(n.args for n in functions if getattr(n, "name", "") == "__init__")
+    assert [each.arg for each in shown.args] == ["self", *(field.name for field in fields(kind))]
+    needed = [field for field in fields(kind) if field.default is MISSING]
+    assert len(shown.args) - 1 - len(shown.defaults) == len(needed)
+    for default, field in zip(shown.defaults, fields(kind)[len(needed) :], strict=True):
+        same = isinstance(default, ast.Constant) and default.value == field.default
+        assert same or ast.unparse(default) in ("...", "()", "DEFAULT"), field.name
 
 
 def test_what_is_no_policy_is_refused():

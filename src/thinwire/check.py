@@ -32,6 +32,12 @@ def at_least(who: str, field: str, value: Any, least: float) -> None:
         raise ValueError(f"{who}: {field} must be at least {least:g} and finite, got {value!r}")
 
 
+def below(who: str, field: str, value: Any, top: float) -> None:
+    """A number in [0, top)."""
+    if not is_number(value) or not 0 <= value < top:
+        raise ValueError(f"{who}: {field} must be in [0, {top:g}), got {value!r}")
+
+
 def fraction(who: str, field: str, value: Any) -> None:
     """A number in (0, 1]."""
     if not is_number(value) or not 0 < value <= 1:

@@ -125,7 +125,7 @@ def _with_usage(kind: "Kind[Any]") -> Rows:
 def _methods() -> Rows:
     from thinwire import optim
     from thinwire.compare.method import OPTIMIZERS, read
-    from thinwire.methods.recipes import usages
+    from thinwire.methods import usages
 
     yield from usages().values()
     for name, (kind, _) in OPTIMIZERS.items():

@@ -88,7 +88,7 @@ class Channel:
     def stream(self, device: torch.device) -> "torch.cuda.Stream":
         """The stream that this channel's work on a CUDA device runs on."""
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
     def _given_up(self) -> bool:

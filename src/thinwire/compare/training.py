@@ -267,7 +267,7 @@ class Training:
             optimizer.zero_grad()
             with model.no_sync() if alone else nullcontext():
                 loss = task.loss(model, batch)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             if alone:
                 optimizer.step()
                 meter.backward_ended()

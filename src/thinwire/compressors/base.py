@@ -28,10 +28,9 @@ from torch import Tensor
 
 from thinwire.errors import ThinwireWarning
 from thinwire.frames.code import Code, Start
-from thinwire.frames.codes import NonFinite, Raw
-from thinwire.frames.codes.raw import PIECE
 from thinwire.frames.header import DTYPES
 from thinwire.frames.payload import Payload, add_all, flat_view, flattened
+from thinwire.frames.values import PIECE, NonFinite, Raw
 from thinwire.kernels import Key
 from thinwire.spec import spec_of
 

@@ -7,10 +7,8 @@ from torch import Tensor
 from thinwire import check, kernels
 from thinwire.compressors.base import Encoded, LocalCompressor, Request
 from thinwire.frames.code import Extent
-from thinwire.frames.codes import Narrow, Scaled8
-from thinwire.frames.codes.raw import PIECE
-from thinwire.frames.codes.scaled8 import scale_blocks
-from thinwire.frames.codes.uniform import fit
+from thinwire.frames.levels import fit
+from thinwire.frames.values import PIECE, Narrow, Scaled8, scale_blocks
 
 _KINDS = {"fp16": (1, torch.float16), "bf16": (2, torch.bfloat16)}
 _FP8_TOP = 448.0

@@ -10,8 +10,8 @@ from torch import Tensor
 from thinwire import check, kernels
 from thinwire.compressors.base import Encoded, LocalCompressor, Request, narrow
 from thinwire.frames.code import Extent
-from thinwire.frames.coders import CODERS, shrink
-from thinwire.frames.codes import Raw, Zipped
+from thinwire.frames.values import Raw
+from thinwire.frames.zipped import CODERS, Zipped, shrink
 from thinwire.kernels import Key
 
 

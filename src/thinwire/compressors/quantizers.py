@@ -9,9 +9,7 @@ from torch import Tensor
 
 from thinwire import check, kernels
 from thinwire.compressors.base import Encoded, LocalCompressor, Request
-from thinwire.frames.codes import Affine, Elias, Powers, Uniform
-from thinwire.frames.codes.powers import BIAS
-from thinwire.frames.codes.uniform import fit
+from thinwire.frames.levels import BIAS, Affine, Elias, Powers, Uniform, fit
 from thinwire.kernels import Key
 from thinwire.spec import Bits
 

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from thinwire import check, kernels
 from thinwire.compressors.base import Encoded, LocalCompressor, Request, cut
-from thinwire.frames.codes import Pairs
-from thinwire.frames.codes.uniform import fit
+from thinwire.frames.levels import Pairs, fit
 
 SMALLEST = 1e-300  # means below it have no reciprocal worth using
 

@@ -21,9 +21,9 @@ from thinwire.compressors.base import (
     widened,
 )
 from thinwire.frames.code import Code, Extent
-from thinwire.frames.codes import Raw, Seeded, Sparse
-from thinwire.frames.codes.sparse import write_positions
 from thinwire.frames.payload import Payload, flattened
+from thinwire.frames.positions import Seeded, Sparse, write_positions
+from thinwire.frames.values import Raw
 from thinwire.kernels import Key
 
 

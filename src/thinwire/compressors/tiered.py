@@ -9,8 +9,7 @@ from thinwire.compressors.cast import Cast
 from thinwire.compressors.quantizers import Quantize
 from thinwire.compressors.sparsifiers import kept
 from thinwire.frames.code import Extent
-from thinwire.frames.codes import Overlay, Sparse
-from thinwire.frames.codes.sparse import write_positions
+from thinwire.frames.positions import Overlay, Sparse, write_positions
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire import check
 from thinwire.feedback.state import STORAGES, ScratchBuffers, StateVector
 from thinwire.spec import spec_of
 
@@ -102,7 +103,7 @@ class Feedback(ABC):
 
     name: ClassVar[str]
     parts: ClassVar[tuple[str, ...]] = ()  # names of the vectors that are the state of a tensor
-    dense_start: ClassVar[bool] = False  # whether the first exchange goes uncompressed
+    dense_start: ClassVar[bool] = False  # whether the first exchange is uncompressed
 
     def __str__(self) -> str:
         return spec_of(self)
@@ -157,11 +158,9 @@ class Remembering(Feedback):
     reset: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        kind, storage, reset = type(self).__name__, self.storage, self.reset
-        if storage not in STORAGES:
-            known = ", ".join(STORAGES)
-            raise ValueError(f"{kind}: storage must be one of {known}, got {storage!r}")
-        if isinstance(reset, bool) or not isinstance(reset, int) or reset < 0:
+        kind, reset = type(self).__name__, self.reset
+        check.one_of(kind, "storage", self.storage, STORAGES)
+        if not check.is_whole(reset) or reset < 0:
             raise ValueError(f"{kind}: reset must be a number of steps, 0 for never, got {reset!r}")
 
     def resets(self, step: int) -> bool:

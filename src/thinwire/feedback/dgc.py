@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire import check
 from thinwire.feedback.base import Remembering, State, Update, Workspace
 
 
@@ -18,7 +19,7 @@ class DGC(Remembering):
     must be off: `attach(..., optimizer=)` sees to that. Where nothing is left out, u is kept, and
     this is momentum SGD.
 
-    Made for what sends single elements as they are (Top-K) through "gather".
+    Made for compressors that send single elements (Top-K) through "gather".
 
     Args:
         momentum: m, in [0, 1).
@@ -44,13 +45,9 @@ class DGC(Remembering):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, top in (("momentum", 1.0), ("clip", float("inf"))):
-            value = getattr(self, field)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value < top:
-                raise ValueError(f"DGC: {field} must be in [0, {top:g}), got {value!r}")
-        if not isinstance(self.nesterov, bool):
-            raise ValueError(f"DGC: nesterov must be true or false, got {self.nesterov!r}")
+        check.below("DGC", "momentum", self.momentum, 1)
+        check.below("DGC", "clip", self.clip, float("inf"))
+        check.flag("DGC", "nesterov", self.nesterov)
 
     def update(self, state: State, x: Tensor, workspace: Workspace) -> Update:
         return _DGCUpdate(self, state, x, workspace)

@@ -3,6 +3,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from thinwire import check
 from thinwire.feedback.base import InPlaceUpdate, Remembering, State, Update, Workspace
 from thinwire.feedback.state import StateVector
 
@@ -37,8 +38,7 @@ class EF14(Remembering):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
-        if not number or not 0 <= self.decay <= 1:
+        if not check.is_number(self.decay) or not 0 <= self.decay <= 1:
             raise ValueError(f"EF14: decay must be in [0, 1], got {self.decay!r}")
 
     def update(self, state: State, x: Tensor, workspace: Workspace) -> Update:

@@ -4,6 +4,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire import check
 from thinwire.feedback.base import Remembering, State, Update, Workspace
 
 
@@ -12,7 +13,7 @@ class EF21(Remembering):
     """What is sent is the change since the last step.
 
     c = C(g - h); h = h + c; H = H + mean(c); the step is taken with H, which is the mean of the
-    ranks' h at all times. The first step goes uncompressed: h = g, H = mean(g). Nothing piles up
+    ranks' h at all times. The first step is uncompressed: h = g, H = mean(g). Nothing piles up
     when the ranks' gradients cancel each other out, where the residuals of EF14 do.
 
     Args:
@@ -46,7 +47,7 @@ class EF21M(EF21):
     """EF21 of a moving average of the gradient, for noisy gradients.
 
     v = (1 - eta) v + eta g; c = C(v - h); h = h + c; H = H + mean(c); the step is taken with H. The
-    first step goes uncompressed: v = h = g, H = mean(g). Eta 1 is EF21. As H is smoothed already,
+    first step is uncompressed: v = h = g, H = mean(g). Eta 1 is EF21. As H is smoothed already,
     an optimizer needs less momentum of its own.
 
     Args:
@@ -67,9 +68,7 @@ class EF21M(EF21):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number = isinstance(self.eta, int | float) and not isinstance(self.eta, bool)
-        if not number or not 0 < self.eta <= 1:
-            raise ValueError(f"EF21M: eta must be in (0, 1], got {self.eta!r}")
+        check.fraction("EF21M", "eta", self.eta)
 
     @property
     def _eta(self) -> float:

@@ -4,6 +4,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire import check
 from thinwire.feedback.base import Remembering, State, Update, Workspace
 
 
@@ -36,9 +37,7 @@ class Vote(Remembering):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
-        if not number or not 0 <= self.momentum < 1:
-            raise ValueError(f"Vote: momentum must be in [0, 1), got {self.momentum!r}")
+        check.below("Vote", "momentum", self.momentum, 1)
 
     def update(self, state: State, x: Tensor, workspace: Workspace) -> Update:
         return _VoteUpdate(self.momentum, state, x, workspace)

@@ -14,9 +14,9 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.errors import FrameError
 from thinwire.frames.code import Extent, Section, as_bytes
-from thinwire.frames.codes import NonFinite
 from thinwire.frames.header import ALIGNMENT, CHECKSUM, Header, read_header
 from thinwire.frames.payload import Payload
+from thinwire.frames.values import NonFinite
 
 MAX_NUMEL = 1 << 32
 LONGEST_HEADER = 512

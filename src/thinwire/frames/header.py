@@ -6,9 +6,11 @@ from typing import NamedTuple
 import torch
 
 from thinwire.errors import FrameError
-from thinwire.frames.code import Code
-from thinwire.frames.codes import BY_ID
-from thinwire.frames.varint import Reader, varint
+from thinwire.frames.code import Code, Reader, varint
+from thinwire.frames.levels import Affine, Elias, Pairs, Powers, Uniform
+from thinwire.frames.positions import Overlay, Seeded, Sparse
+from thinwire.frames.values import Narrow, NonFinite, Raw, Scaled8
+from thinwire.frames.zipped import Zipped
 
 MAGIC = b"TWF1"
 FIXED = 20  # magic, dtype, flags, dimensions, a zero byte, checksum, fingerprint
@@ -31,6 +33,15 @@ DTYPES = {
     torch.bool: 10,
 }
 BY_NUMBER = {number: dtype for dtype, number in DTYPES.items()}
+
+# Ids are part of the wire format: never reuse one.
+CODES: dict[int, type[Code]] = {
+    code.id: code
+    for code in (
+        *(NonFinite, Raw, Narrow, Scaled8, Sparse, Seeded, Uniform, Elias, Affine, Pairs, Powers),
+        *(Overlay, Zipped),
+    )
+}
 
 
 class Header(NamedTuple):
@@ -97,6 +108,6 @@ def _read_code(reader: Reader, depth: int) -> Code:
     if depth == 0:
         raise FrameError(f"codes nest deeper than {MOST_DEPTH}")
     number = reader.byte()
-    if number not in BY_ID:
+    if number not in CODES:
         raise FrameError(f"unknown code {number}")
-    return BY_ID[number].read(reader, lambda: _read_code(reader, depth - 1))
+    return CODES[number].read(reader, lambda: _read_code(reader, depth - 1))

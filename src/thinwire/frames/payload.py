@@ -10,9 +10,9 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.frames.code import KEEP, Code, Extent, Start
-from thinwire.frames.codes.raw import begin
-from thinwire.frames.codes.sparse import Scattered
 from thinwire.frames.header import header_bytes
+from thinwire.frames.positions import Scattered
+from thinwire.frames.values import begin
 
 
 @dataclass(frozen=True, eq=False)

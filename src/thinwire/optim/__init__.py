@@ -1,5 +1,4 @@
-"""Optimizers that talk by themselves: gradients stay local, and what is exchanged is one bit an
-element.
+"""Optimizers that exchange by themselves: gradients stay local, one bit per element is exchanged.
 
 `OneBitAdam`, `OneBitLamb` and `ZeroOneAdam` are torch optimizers over a process group. They do the
 averaging that DDP would do, so train the plain module, or DDP inside `no_sync()`.

@@ -9,20 +9,21 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire import check
 from thinwire.collectives.allreduce import AllReduce
 from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.compressors import Compressor, NoCompression, ScaledSign, compressor_of
 from thinwire.errors import ThinwireWarning
 from thinwire.kernels import Key
-from thinwire.optim import check
-from thinwire.optim.slot import Slot
+from thinwire.optim import adam
+from thinwire.optim.adam import Slot
 from thinwire.telemetry import Ledger
 
 ONE_BIT = ScaledSign("l2")
@@ -31,16 +32,29 @@ UNCOMPRESSED = NoCompression()
 
 @dataclass
 class Parcel:
-    """What travels in one exchange, for the ledger."""
+    """What is sent in one exchange, for the ledger."""
 
     names: tuple[str, ...]
     pieces: list[Tensor]
 
 
+class OptimizerStats(TypedDict):
+    """What `stats` of these optimizers returns; see `thinwire.collectives.Account`."""
+
+    steps: int
+    skipped: int
+    exchanges: int
+    bytes_sent: int
+    bytes_received: int
+    network_bytes: int
+    seconds: dict[str, float]
+    error_norm: float
+
+
 class ExchangingOptimizer(Optimizer):
     """Base of the optimizers that exchange by themselves.
 
-    Subclasses implement `_advance`, and check the settings of a group in `_check`.
+    Subclasses implement `_advance`, and check their own settings of a group in `_check`.
     """
 
     # Settings that all param_groups have in common; the first is when the first stage ends.
@@ -62,7 +76,7 @@ class ExchangingOptimizer(Optimizer):
         timeout: Timeout,
     ) -> None:
         who = type(self).__name__
-        self._masks = check.masks(who, masks)
+        self._masks = _checked_masks(who, masks)
         self._compressor = compressor_of(compressor)
         self._options = Options.of(
             group, collective="twoshot", max_bytes=max_bytes, timeout=timeout
@@ -83,9 +97,19 @@ class ExchangingOptimizer(Optimizer):
     def _advance(self, slots: list[Slot], step: int) -> None:
         """Take the step of this number, counted from 1."""
 
-    @abstractmethod
     def _check(self, group: dict[str, Any]) -> None:
         """Refuse settings of a param_group that make no sense."""
+        group = _plain(group)
+        who, betas = type(self).__name__, group["betas"]
+        check.at_least(who, "lr", group["lr"], 0)
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ValueError(
+                f"{who}: betas must be two numbers such as (0.9, 0.999), got {betas!r}"
+            )
+        for i, beta in enumerate(betas):
+            check.below(who, f"betas[{i}]", beta, 1)
+        check.positive(who, "eps", group["eps"])
+        check.at_least(who, "weight_decay", group["weight_decay"], 0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as for every torch optimizer; see the class for until when."""
@@ -94,7 +118,7 @@ class ExchangingOptimizer(Optimizer):
         try:
             self._check(added)
             for p in added["params"]:
-                check.parameter(who, p)
+                _check_parameter(who, p)
             for key in self.shared:
                 if added[key] != self.param_groups[0][key]:
                     raise ValueError(f"{who}: {key} is one for all parameter groups")
@@ -227,7 +251,7 @@ class ExchangingOptimizer(Optimizer):
     def _size(self) -> int:
         return dist.get_world_size(self._options.group)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> OptimizerStats:
         """What the exchanges came to on this rank since the optimizer was made.
 
         Returns:
@@ -314,6 +338,72 @@ class ExchangingOptimizer(Optimizer):
         """Refuse states that another number of ranks cannot go on from."""
 
 
+class Staged(ExchangingOptimizer):
+    """Base of `OneBitAdam` and `OneBitLamb`: two stages.
+
+    Until the variance is frozen ranks average gradients, uncompressed; after that, compressed
+    momenta.
+    """
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the next step is a compressed one."""
+        return max((slot.steps for slot in self._slots()), default=0) >= self._freeze_step
+
+    @property
+    def _freeze_step(self) -> int:
+        step: int = self.param_groups[0]["freeze_step"]
+        return step
+
+    @abstractmethod
+    def _dense(self, slots: list[Slot], grads: list[Tensor], step: int) -> None:
+        """Move the parameters, with averaged gradients."""
+
+    @abstractmethod
+    def _frozen(self, slots: list[Slot], momenta: list[Tensor], step: int) -> None:
+        """Move the parameters, with the momenta that have come out of the exchange."""
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        check.steps(type(self).__name__, "freeze_step", group["freeze_step"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.param_groups and self.frozen:
+            raise ValueError(
+                f"{type(self).__name__}: the variance has been frozen since step "
+                f"{self._freeze_step}: parameters that come now have none"
+            )
+        super().add_param_group(param_group)
+
+    def _advance(self, slots: list[Slot], step: int) -> None:
+        if step > self._freeze_step:
+            self._check_known(slots, self._freeze_step)
+        grads = self._gradients(slots, copy=step <= self._freeze_step)
+        if step <= self._freeze_step:
+            if self._average(slots, grads, step):
+                self._lives.clear()
+                self._dense(slots, grads, step)
+                if step == self._freeze_step:
+                    for slot in slots:
+                        slot.kept("error")
+            return
+        momenta = [
+            adam.ahead(slot, self._localized(slot, grad))
+            for slot, grad in zip(slots, grads, strict=True)
+        ]
+        del grads
+        if self._compress(slots, momenta, step):
+            self._frozen(slots, momenta, step)
+
+    def _localized(self, slot: Slot, grad: Tensor) -> Tensor:
+        """This rank's gradient as it enters the momentum."""
+        return adam.decayed(slot, grad)
+
+    def _updates(self, slot: Slot, step: int) -> int:
+        """How many updates the frozen variance of a parameter has seen."""
+        return slot.steps - (step - self._freeze_step)
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Whether all elements are; the ends of a tensor with NaN are NaN."""
     return not tensor.numel() or all(math.isfinite(end) for end in tensor.aminmax())
@@ -335,3 +425,30 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key not in left_out
     }
+
+
+def _check_parameter(who: str, p: Tensor) -> None:
+    """What can be trained here: real floating-point numbers, dense."""
+    if not p.dtype.is_floating_point or p.dtype.itemsize < 2:
+        raise TypeError(f"{who}: parameters must be float32, float64 or half, got {p.dtype}")
+    if p.layout != torch.strided:
+        raise TypeError(f"{who}: parameters must be dense, got {p.layout}")
+
+
+def _checked_masks(who: str, given: Any) -> dict[Tensor, Tensor]:
+    """Bool tensors by parameter, each of its parameter's shape."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{who}: masks must be bool tensors by parameter, {{model.place.weight: mask}}, got "
+            f"{type(given).__name__}"
+        )
+    for p, mask in given.items():
+        if not isinstance(p, Tensor) or not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"{who}: masks must map parameters to bool tensors")
+        if mask.shape != p.shape:
+            raise ValueError(
+                f"{who}: a mask has the shape {list(mask.shape)}, its parameter {list(p.shape)}"
+            )
+    return dict(given)

@@ -3,18 +3,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from thinwire import check
 from thinwire.collectives.options import Group, Timeout
 from thinwire.compressors import Compressor
-from thinwire.optim import adam, check
-from thinwire.optim.base import ONE_BIT
-from thinwire.optim.slot import Slot
-from thinwire.optim.staged import Staged
+from thinwire.optim import adam
+from thinwire.optim.adam import Slot
+from thinwire.optim.base import ONE_BIT, Staged
 
 
 class OneBitAdam(Staged):
-    """Adam that exchanges one bit an element once its variance has settled.
+    """Adam that exchanges one bit per element once its variance is frozen.
 
-    Steps 1 to T = freeze_step are Adam on the averaged gradient, which travels uncompressed. From
+    Steps 1 to T = freeze_step are Adam on the averaged gradient, which is sent uncompressed. From
     then on v stays as it is, and each rank i of P sends its momentum:
 
         m_i = b1 m + (1 - b1) g_i

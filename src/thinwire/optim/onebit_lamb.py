@@ -4,19 +4,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thinwire import check
 from thinwire.collectives.options import Group, Timeout
 from thinwire.compressors import Compressor
-from thinwire.optim import adam, check
-from thinwire.optim.base import ONE_BIT
-from thinwire.optim.slot import Slot
-from thinwire.optim.staged import Staged
+from thinwire.optim import adam
+from thinwire.optim.adam import Slot
+from thinwire.optim.base import ONE_BIT, Staged
 
 
 class OneBitLamb(Staged):
-    """LAMB that exchanges one bit an element once its variance has settled.
+    """LAMB that exchanges one bit per element once its variance is frozen.
 
     With u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p for each tensor, steps
-    1 to T = freeze_step are LAMB on the averaged gradient, which travels uncompressed:
+    1 to T = freeze_step are LAMB on the averaged gradient, which is sent uncompressed:
 
         c = clip(||p|| / ||u||, min_coeff, max_coeff), 1 where either is zero
         p = p - lr c u
@@ -33,7 +33,7 @@ class OneBitLamb(Staged):
     and within a share factor_threshold of what it was one step before.
 
     Each tensor is compressed with a scale of its own, which takes the place of the paper's common
-    scale for momenta that travel as one. Norms are summed in float64; that their last bit rounds
+    scale for momenta that are sent as one. Norms are summed in float64; that their last bit rounds
     alike on all ranks holds for ranks of one kind: `tw.check_replicas` tells.
 
     Args:
@@ -113,10 +113,10 @@ class OneBitLamb(Staged):
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
         who = "OneBitLamb"
-        check.beta(who, "coeff_beta", group["coeff_beta"])
-        check.beta(who, "factor_threshold", group["factor_threshold"])
+        check.below(who, "coeff_beta", group["coeff_beta"], 1)
+        check.below(who, "factor_threshold", group["factor_threshold"], 1)
         for low, high in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
-            check.above_zero(who, low, group[low])
+            check.positive(who, low, group[low])
             check.at_least(who, high, group[high], group[low])
         if not group["factor_min"] <= 1 <= group["factor_max"]:
             raise ValueError(f"{who}: the factor starts from 1, so its bounds must contain it")

@@ -4,12 +4,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire import check
 from thinwire.collectives.options import Group, Timeout
 from thinwire.compressors import Compressor
-from thinwire.optim import adam, check
+from thinwire.optim import adam
+from thinwire.optim.adam import Slot
 from thinwire.optim.base import ONE_BIT, ExchangingOptimizer, is_finite
-from thinwire.optim.schedule import interval_at, variance_at
-from thinwire.optim.slot import Slot
+
+LONGEST = 62  # doublings, far beyond any run
 
 
 class Sum(NamedTuple):
@@ -21,10 +23,10 @@ class Sum(NamedTuple):
 
 
 class ZeroOneAdam(ExchangingOptimizer):
-    """Adam that sends one bit an element from the start, and later meets only now and then.
+    """Adam that sends one bit per element from the start, and later meets only now and then.
 
     **Until step var_freeze_step** ranks meet at every step. Where the variance is updated the
-    gradient travels uncompressed, and m and v are those of Adam. Such steps are one apart for
+    gradient is sent uncompressed, and m and v are those of Adam. Such steps are one apart for
     var_update_scaler updates, then two apart for as many, then four, and so on. At all other steps
     the momentum is exchanged as in `OneBitAdam`, and v stays.
 
@@ -148,14 +150,10 @@ class ZeroOneAdam(ExchangingOptimizer):
         super().add_param_group(param_group)
 
     def _check(self, group: dict[str, Any]) -> None:
-        who = "ZeroOneAdam"
-        check.at_least(who, "lr", group["lr"], 0)
-        check.betas(who, group["betas"])
-        check.above_zero(who, "eps", group["eps"])
-        check.at_least(who, "weight_decay", group["weight_decay"], 0)
-        check.flag(who, "decoupled", group["decoupled"])
+        super()._check(group)
+        check.flag("ZeroOneAdam", "decoupled", group["decoupled"])
         for key in self.shared:
-            check.count(who, key, group[key])
+            check.steps("ZeroOneAdam", key, group[key])
 
     def _setting(self, key: str) -> int:
         value: int = self.param_groups[0][key]
@@ -278,3 +276,35 @@ class ZeroOneAdam(ExchangingOptimizer):
                 "ZeroOneAdam: these states were taken between two meetings, when ranks differ; "
                 "another number of ranks needs states taken after sync()"
             )
+
+
+# When the variance is updated, and when ranks meet: functions of the number of the step.
+
+
+class Variance(NamedTuple):
+    """The variance at a step.
+
+    Args:
+        due: whether it is updated.
+        updates: how many there have been, this one included.
+    """
+
+    due: bool
+    updates: int
+
+
+def variance_at(step: int, scaler: int) -> Variance:
+    """The first `scaler` updates come one step apart, the next two, then four and so on."""
+    begin, interval, before = 0, 1, 0
+    while True:
+        end = (begin // interval + scaler) * interval
+        if step <= end:
+            updates = before + step // interval - begin // interval
+            return Variance(step % interval == 0, updates)
+        begin, interval, before = end, 2 * interval, before + scaler
+
+
+def interval_at(step: int, begin: int, scaler: int, longest: int) -> int:
+    """Steps between two meetings: doubled every `scaler` steps after `begin`, up to `longest`."""
+    doublings = min((step - begin - 1) // scaler, LONGEST)
+    return min(longest, 1 << doublings)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from thinwire.collectives.options import NodesGiven, Options, Timeout
 from thinwire.compressors import Compressor
 from thinwire.feedback import DGC, Feedback, NoFeedback, Vote, feedback_for
-from thinwire.methods import Recipe, method_of
+from thinwire.methods import NamedMethod, Recipe, method_of
 from thinwire.parallel.choices import Choices, choices_of
 from thinwire.parallel.ddp import DDPHook, Scaler
 from thinwire.parallel.model import described, parameter_names
@@ -30,7 +30,7 @@ ByFunction = Callable[[str], Compressor | str | None]
 
 def attach(
     model: nn.Module,
-    compressor: Compressor | Policy | str | ByFunction,
+    compressor: Compressor | Policy | NamedMethod | str | ByFunction,
     *,
     feedback: Feedback | str = "auto",
     granularity: str = "bucket",
@@ -55,10 +55,10 @@ def attach(
     Args:
         model: a DistributedDataParallel module without a communication hook (torch.compile around
             it or inside it is fine).
-        compressor: a compressor or a policy that chooses one, the spec of either ("topk:0.01",
-            "auto", see docs/policies.md), a method's name ("dgc:0.001", see `thinwire methods`), or
-            a function from a parameter's name to a compressor or its spec, or to None for
-            uncompressed.
+        compressor: a compressor or a policy that chooses one, or the spec of either ("topk:0.01",
+            "auto", see docs/policies.md); a method or its spec ("dgc:0.001", see `thinwire
+            methods`); or a function from a parameter's name to a compressor or its spec, or to None
+            for uncompressed.
         feedback: what is remembered of what was left out: "none", "ef14", "ef21", "ef21m:0.1" or an
             object; "auto" is EF14, or none where nothing is lost or the compressor is unbiased.
         granularity: "bucket" compresses all tensors of one of DDP's buckets as one, which is

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from thinwire import check
 from thinwire.compressors import Compressor
@@ -51,6 +51,16 @@ class Accuracy(Policy):
     target: float | str | tuple[tuple[float, float], ...] | None = None
     higher: bool = True
     name: ClassVar[str] = "accuracy"
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            then: Compressor | str,
+            band: float,
+            target: float | str | Sequence[tuple[float, float]] | None = None,
+            higher: bool = True,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "then", inner_compressor("Accuracy", self.then))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from thinwire import check
 from thinwire.compressors import Compressor, Quantize, TopK
@@ -57,6 +57,10 @@ class Bandwidth(Policy):
     then: Compressor
     target: float = 0.1
     name: ClassVar[str] = "bandwidth"
+
+    if TYPE_CHECKING:
+
+        def __init__(self, then: Compressor | str, target: float = 0.1) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "then", inner_compressor("Bandwidth", self.then))
@@ -167,7 +171,7 @@ class _Following(Chooser):
 
     def _costs(self, num_bytes: float) -> list[float]:
         """Seconds of communication for each rung."""
-        rest = max(0.0, num_bytes - self._bytes[self._rung])  # what goes uncompressed anyway
+        rest = max(0.0, num_bytes - self._bytes[self._rung])  # what is uncompressed anyway
         usual = max((seconds for seconds in self._codec[1:] if seconds), default=0.0)
         return [
             (self._times[i] or self._seconds(size + rest))

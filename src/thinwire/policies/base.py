@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,6 +107,10 @@ class Policy(ABC):
     """Base of the policies: frozen dataclasses with a `name`, written as a spec by `str`.
 
     A policy of your own implements `begin`, which makes a `Chooser`, and `main`.
+
+    Where a field holds a compressor or a policy, its spec is taken too and read when the object is
+    made. The field's annotation is what it holds then, from which specs are read; what may be given
+    stands in an `__init__` that only type checkers see, next to the one that dataclass makes.
     """
 
     name: ClassVar[str]
@@ -296,6 +300,10 @@ class Fixed(Policy):
 
     compressor: Compressor
     name: ClassVar[str] = "fixed"
+
+    if TYPE_CHECKING:
+
+        def __init__(self, compressor: Compressor | str) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compressor", compressor_of(self.compressor))

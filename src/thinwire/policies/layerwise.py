@@ -2,11 +2,11 @@
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from thinwire import check
 from thinwire.compressors import Compressor, NoCompression, Quantize, TopK
@@ -36,6 +36,7 @@ from thinwire.spec import (
 
 KINDS = ("embedding", "linear", "conv", "norm", "other", "last")
 DENSE = "dense"  # in place of a spec: uncompressed
+Then = Policy | Compressor | str | None  # what a rule may be given; None and "dense": uncompressed
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,17 @@ class Rule:
     least: int = 0
     most: int | None = None
     name: ClassVar[str] = "rule"
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            then: Then,
+            match: str = "*",
+            kind: str | None = None,
+            least: int = 0,
+            most: int | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         given: Any = self.then
@@ -150,6 +162,13 @@ class Layerwise(Policy):
     rules: tuple[Rule, ...] = field(default=DEFAULT)
     name: ClassVar[str] = "layerwise"
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            rules: str | Path | Mapping[str, Then] | Iterable[Rule | tuple[str, Then]] = DEFAULT,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", _rules(self.rules))
 
@@ -196,8 +215,8 @@ class Layerwise(Policy):
         *,
         error_budget: float = 1.0,
         steps: int = 20,
-        candidates: Sequence[Compressor | str] = (),
-    ) -> "Policy":
+        candidates: str | Iterable[Compressor | str] = (),
+    ) -> Policy:
         """A policy that profiles some steps, then gives each tensor the setting that makes the
         fewest bytes for a total error no worse than `error_budget` times that of `uniform`.
 
@@ -205,7 +224,7 @@ class Layerwise(Policy):
         """
         from thinwire.policies.solve import Solve
 
-        return Solve(uniform, error_budget, steps, tuple(candidates))  # type: ignore[arg-type]
+        return Solve(uniform, error_budget, steps, candidates)
 
     def save(self, path: str | Path) -> None:
         """Write the rules to a file, TOML or JSON by its name."""

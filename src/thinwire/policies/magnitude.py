@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire import check
-from thinwire.compressors import Cast, LocalCompressor, Threshold, Tiered
+from thinwire.compressors import Cast, Compressor, LocalCompressor, Threshold, Tiered
 from thinwire.compressors.registry import local_of
 from thinwire.policies.base import (
     Choice,
@@ -51,6 +51,16 @@ class Magnitude(Policy):
     small: LocalCompressor | None = None
     every: int = 2
     name: ClassVar[str] = "magnitude"
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            density: float = 0.01,
+            large: Compressor | str = ...,
+            small: Compressor | str | None = None,
+            every: int = 2,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         check.fraction("Magnitude", "density", self.density)
@@ -165,7 +175,7 @@ class _Levels(Chooser):
         self._levels, self._densities = list(state[:count]), list(state[count:])
 
 
-def _inner(given: LocalCompressor | str) -> LocalCompressor:
+def _inner(given: Compressor | str) -> LocalCompressor:
     try:
         return local_of(given)
     except (TypeError, ValueError) as error:

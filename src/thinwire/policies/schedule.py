@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from thinwire import check
 from thinwire.compressors import Compressor
@@ -41,6 +41,10 @@ class Warmup(Policy):
     steps: int
     then: Policy
     name: ClassVar[str] = "warmup"
+
+    if TYPE_CHECKING:
+
+        def __init__(self, steps: int, then: Policy | Compressor | str) -> None: ...
 
     def __post_init__(self) -> None:
         check.steps("Warmup", "steps", self.steps)
@@ -107,6 +111,16 @@ class Ramp(Policy):
     shape: str = "exponential"
     name: ClassVar[str] = "ramp"
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            steps: int,
+            then: Compressor | str,
+            start: float = 0.25,
+            shape: str = "exponential",
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         check.steps("Ramp", "steps", self.steps)
         compressor = inner_compressor("Ramp", self.then)
@@ -165,6 +179,10 @@ class Progressive(Policy):
     then: Compressor
     dense: bool = False
     name: ClassVar[str] = "progressive"
+
+    if TYPE_CHECKING:
+
+        def __init__(self, steps: int, then: Compressor | str, dense: bool = False) -> None: ...
 
     def __post_init__(self) -> None:
         check.steps("Progressive", "steps", self.steps)

@@ -1,8 +1,8 @@
 """Per-tensor settings that make the fewest bytes for a given error."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,10 +37,10 @@ Array = NDArray[np.float64]
 class Solve(Policy):
     """Profiles some steps, then gives each tensor its own setting: fewest bytes at equal error.
 
-    While profiling all tensors go with `uniform`; each look measures ||p - C(p)||^2 and the bytes
-    of every candidate C for every tensor. Then a dynamic programme over (tensor, candidate) finds
-    the choice with the fewest bytes among those whose total error is at most `error_budget` times
-    that of `uniform`. ``wire.settings().save(path)`` writes it down for `Layerwise`.
+    While profiling all tensors are sent with `uniform`; each look measures ||p - C(p)||^2 and the
+    bytes of every candidate C for every tensor. Then a dynamic programme over (tensor, candidate)
+    finds the choice with the fewest bytes among those whose total error is at most `error_budget`
+    times that of `uniform`. ``wire.settings().save(path)`` writes it down for `Layerwise`.
 
     Args:
         uniform: the setting to be as good as.
@@ -62,6 +62,16 @@ class Solve(Policy):
     steps: int = 20
     candidates: tuple[LocalCompressor, ...] = ()
     name: ClassVar[str] = "solve"
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            uniform: Compressor | str,
+            error_budget: float = 1.0,
+            steps: int = 20,
+            candidates: str | Iterable[Compressor | str] = (),
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "uniform", _with_payload(self.uniform, "uniform"))

@@ -22,7 +22,7 @@ from thinwire.kernels.reference.sparse import (
     take,
     top_k,
 )
-from thinwire.kernels.reference.statistics import extent, moments
+from thinwire.kernels.reference.sum import extent, moments
 from thinwire.kernels.reference.uniform import add_uniform, encode_uniform
 
 __all__ = [

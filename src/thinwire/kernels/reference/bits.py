@@ -74,7 +74,7 @@ def rice_decode(
 
 
 def bitmap_encode(positions: Tensor, n: int) -> Tensor:
-    """One bit an element of the tensor, in 64-bit words."""
+    """One bit per element of the tensor, in 64-bit words."""
     return _marks(positions.long(), -(-n // 64))
 
 

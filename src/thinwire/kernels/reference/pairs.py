@@ -1,4 +1,4 @@
-"""One bit an element and a pair of values a block, in plain PyTorch."""
+"""One bit per element and a pair of values per block, in plain PyTorch."""
 
 import torch
 from torch import Tensor

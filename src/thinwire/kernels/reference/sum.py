@@ -1,4 +1,4 @@
-"""What the reference kernels share: x + r, the start of an add, and tensors cut into blocks."""
+"""x + r in plain PyTorch: the sum, its statistics, how values are added to a tensor, and blocks."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,21 @@ from torch import Tensor
 def total(x: Tensor, r: Tensor | None) -> Tensor:
     """x + r, or x itself; callers do not write to it."""
     return x if r is None else x + r
+
+
+def extent(x: Tensor, r: Tensor | None) -> tuple[float, float] | None:
+    """(min, max) of x + r, or None if not all are finite."""
+    p = total(x, r)
+    if not bool(torch.isfinite(p).all()):
+        return None
+    low, high = torch.aminmax(p)
+    return low.item(), high.item()
+
+
+def moments(x: Tensor, r: Tensor | None, unit: float) -> tuple[float, float]:
+    """The means of v and of v^2 with v = (x + r) * unit; `unit` keeps them from overflowing."""
+    v = total(x, r).double() * unit
+    return v.mean().item(), v.square().mean().item()
 
 
 def begin(out: Tensor, fresh: bool, plus: Tensor | None) -> None:

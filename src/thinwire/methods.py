@@ -35,6 +35,21 @@ from thinwire.policies import Fixed, Policy, Ramp
 from thinwire.policies.schedule import DGC_DENSITIES
 from thinwire.spec import Bits, Kind, first_line, read_stage, read_value, spec_of, usage
 
+__all__ = [
+    "BitQSGD",
+    "DeepGradientCompression",
+    "EFSignSGD",
+    "MethodLine",
+    "NamedMethod",
+    "OneBitSGD",
+    "Recipe",
+    "SignSGD",
+    "Signum",
+    "list_methods",
+    "method_of",
+    "parse",
+]
+
 
 @dataclass(frozen=True)
 class Recipe:

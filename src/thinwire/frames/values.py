@@ -1,5 +1,7 @@
-"""Values as they are, in the tensor's own type (`Raw`) or a narrower one (`Narrow`)."""
+"""Codes of plain values: in the tensor's own type (`Raw`), in a narrower one (`Narrow`, `Scaled8`),
+or none at all (`NonFinite`)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -100,3 +102,62 @@ class Narrow(Code):
         self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
     ) -> None:
         plain_add(opened[0], out, weight, start)
+
+
+@dataclass(frozen=True)
+class Scaled8(Code):
+    """8-bit floats (e4m3, without infinities): value = float8(byte) * scale.
+
+    Sections: a scale for each block, then one byte per element.
+    """
+
+    block: int
+    id: ClassVar[int] = 3
+
+    def check(self, extent: Extent) -> None:
+        if self.block < 1:
+            raise FrameError("a block of 8-bit floats has no elements")
+
+    def sections(self, extent: Extent) -> list[Section]:
+        return [
+            Section(extent.real, -(-extent.numel // self.block)),
+            Section(torch.uint8, extent.numel),
+        ]
+
+    def add(
+        self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
+    ) -> None:
+        scales, data = opened
+        values = data.view(torch.float8_e4m3fn).to(extent.real)
+        block = min(self.block, max(1, extent.numel))
+        plain_add(scale_blocks(values, scales, block), out, weight, start)
+
+
+def scale_blocks(values: Tensor, factors: Tensor, block: int) -> Tensor:
+    """Multiply each block of a flat tensor by its factor, in place."""
+    whole = values.numel() // block * block
+    rows = values[:whole].view(-1, block)
+    rows.mul_(factors[: len(rows)].unsqueeze(1))
+    values[whole:].mul_(factors[len(rows) :])
+    return values
+
+
+@dataclass(frozen=True)
+class NonFinite(Code):
+    """What a lossy compressor sends of a tensor that holds NaN or infinity: no sections.
+
+    Every element reads as NaN.
+    """
+
+    id: ClassVar[int] = 0
+
+    def check(self, extent: Extent) -> None:
+        raise FrameError("a code without content stands inside another")
+
+    def sections(self, extent: Extent) -> list[Section]:
+        return []
+
+    def add(
+        self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
+    ) -> None:
+        out.fill_(math.nan)

@@ -1,4 +1,5 @@
-"""Some positions of a tensor and their values; everything else is zero."""
+"""Codes of some positions of a tensor and their values. Everything else is zero (`Sparse`,
+`Seeded`), or what another code says (`Overlay`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.errors import FrameError
 from thinwire.frames.code import KEEP, Code, Extent, Section, Start
+from thinwire.kernels import Key
 
 PLAIN, BITMAP, RICE = 0, 1, 2
+EXACTLY = 0  # `chance` 0: exactly `count` positions
 
 
 def plain_dtype(numel: int) -> torch.dtype:
@@ -52,7 +55,9 @@ class Scattered(Code):
 
 @dataclass(frozen=True)
 class Sparse(Scattered):
-    """Sections: the positions in one of three forms, then the sections of the values.
+    """Positions that are written down.
+
+    Sections: the positions in one of three forms, then the sections of the values.
 
     Form 0: each position as a 32-bit (64-bit from 2^31 elements on) integer. Form 1: a bitmap in
     64-bit words. Form 2: Golomb-Rice coded gaps, `unary_words` words of quotients and then the
@@ -135,3 +140,87 @@ def write_positions(positions: Tensor, numel: int) -> tuple[dict[str, int], Tens
         return settings, kernel.bitmap_encode(positions, numel)
     settings = {"form": RICE, "parameter": parameter, "unary_words": unary_words}
     return settings, kernel.rice_encode(positions, parameter, unary_words)
+
+
+@dataclass(frozen=True)
+class Seeded(Scattered):
+    """Positions that the reader draws itself from the key: no index is sent.
+
+    Sections: those of the values.
+
+    With chance 0, `count` distinct positions of the keyed permutation; otherwise each position
+    whose random word is below `chance`. Both are specified with the wire format.
+    """
+
+    count: int
+    chance: int
+    seed: int
+    step: int
+    tensor: int
+    stream: int
+    inner: Code
+    id: ClassVar[int] = 5
+
+    def check(self, extent: Extent) -> None:
+        self.check_count(extent)
+        if self.chance > 1 << 32:
+            raise FrameError("a probability above one")
+        try:
+            self.key.checked()
+        except ValueError as error:
+            raise FrameError(str(error)) from None
+        self.inner.check(self.inner_extent(extent))
+
+    @property
+    def key(self) -> Key:
+        return Key(self.seed, self.step, self.tensor, self.stream)
+
+    def sections(self, extent: Extent) -> list[Section]:
+        return self.inner.sections(self.inner_extent(extent))
+
+    def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
+        device = sections[0].device
+        kernel = kernels.on(device)
+        if self.chance == EXACTLY:
+            positions = kernel.random_positions(extent.numel, self.count, self.key, device)
+        else:
+            chance = self.chance / 2**32
+            positions = kernel.bernoulli_positions(extent.numel, chance, self.key, device)
+            if positions.numel() != self.count:
+                raise FrameError(f"the key draws {positions.numel()} positions, not {self.count}")
+        return positions, self.inner.open(sections, self.inner_extent(extent))
+
+
+@dataclass(frozen=True)
+class Overlay(Code):
+    """The sum of two codes over the same tensor: a coarse one for all, a fine one on top for a few.
+
+    Sections: those of the lower code, then those of the upper.
+    """
+
+    lower: Code
+    upper: Code
+    id: ClassVar[int] = 11
+
+    def check(self, extent: Extent) -> None:
+        if any(isinstance(code, Overlay) for code in self.descendants()):
+            raise FrameError("an overlay within an overlay")
+        self.lower.check(extent)
+        self.upper.check(extent)
+
+    def sections(self, extent: Extent) -> list[Section]:
+        return self.lower.sections(extent) + self.upper.sections(extent)
+
+    def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
+        own = len(self.lower.sections(extent))
+        return (
+            self.lower.open(sections[:own], extent),
+            self.upper.open(sections[own:], extent),
+        )
+
+    def add(
+        self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
+    ) -> None:
+        lower, upper = opened
+        self.lower.add(lower, extent, out, weight, start)
+        self.upper.add(upper, extent, out, weight)
