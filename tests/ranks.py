@@ -13,6 +13,7 @@ import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -181,6 +182,8 @@ def _server() -> Any:
         # Children inherit the environment, which THINWIRE_MAX_BYTES is part of.
         patch.delenv("THINWIRE_MAX_BYTES", raising=False)
         multiprocessing.forkserver.ensure_running()
+    # It would end by itself, some time after this process: no process may be left behind.
+    atexit.register(multiprocessing.forkserver._forkserver._stop)
     return context
 
 

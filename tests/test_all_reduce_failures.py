@@ -241,8 +241,13 @@ def check_death(found: list, victim: int) -> None:
         assert later.untouched
 
 
-@pytest.mark.parametrize("carried", CARRIED)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("carried", "size"),
+    [
+        *(("gather", 2), ("gather", 3), ("gather", 4), ("summable", 2), ("summable", 4)),
+        *(("dense", 3), ("twoshot", 2), ("twoshot", 4), ("sparse", 3)),
+    ],
+)
 def test_a_death_in_the_middle_of_an_exchange_loses_nothing_on_the_others(carried, size):
     spec, collective = CARRIED[carried]
     victim = size - 1
@@ -349,6 +354,9 @@ alive = lambda: sum(thread.name.startswith("thinwire ") for thread in threading.
 atexit.register(lambda: print(alive(), flush=True))  # before thinwire's own: so it runs after it
 """
 
+# The other rank comes when it can, which on a busy machine takes longer than what a program grants.
+PATIENT = "from thinwire.collectives import channel; channel.GRACE = 100.0"
+
 
 class Program(NamedTuple):
     """What a program does when the ranks have met, if they have, and before."""
@@ -368,7 +376,7 @@ ENDINGS = {
     "interrupted while waiting": Program(True, 'all_reduce(x, "topk:0.5")'),
     "in flight for ever": Program(True, "handles = start()"),
     "never connected": Program(False, "handles = start()"),
-    "nearly done": Program(True, "start()"),
+    "nearly done": Program(True, "start()", before=PATIENT),
     "destroyed in flight": Program(True, "handles = start(); dist.destroy_process_group()"),
     "failed": Program(True, "handles = start(); 1 / 0"),
     "thread ends late": Program(True, "dist.destroy_process_group(); left.wait()", before=LATE),
@@ -465,7 +473,7 @@ def test_a_program_may_end_with_exchanges_in_flight(endings, ending):
 
 
 def test_exchanges_in_flight_at_the_end_are_completed_if_the_others_come(endings):
-    assert endings[1].error == ""
+    assert not endings[1].error, endings[1].error
     assert endings[1].value == pytest.approx([2, 2, 2])
 
 

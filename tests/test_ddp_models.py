@@ -256,10 +256,13 @@ class Complex(nn.Module):
 
 def on_complex() -> str:
     try:
+        other = plain(Complex())
+    except RuntimeError as error:
+        return f"not possible with plain DDP: {error}"
+    try:
         model, _ = wired("none", Complex())
     except (TypeError, ValueError):
         return "refused"
-    other = plain(Complex())
     for step in range(2):
         backward(model, step)
         backward(other, step)
@@ -268,6 +271,8 @@ def on_complex() -> str:
 
 def test_complex_parameters_are_averaged_or_refused():
     for outcome in ranks.run(on_complex, ranks=2):
+        if outcome.startswith("not possible"):
+            pytest.skip(f"gloo of this torch has no complex numbers, {outcome}")
         assert outcome in ("refused", "as plain DDP")
 
 

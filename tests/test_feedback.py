@@ -933,6 +933,7 @@ def on_scale_and_reset_reach_all_that_is_remembered() -> None:
         before = memories(reducer)
         reducer._units.scale(0.5)  # exact in every storage
         after = memories(reducer)
+        assert all(after.values()), feedback  # something is remembered of both
         assert all(
             same(after[name][part], before[name][part] / 2)
             for name in after

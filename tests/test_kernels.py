@@ -1,17 +1,14 @@
 """Numba kernels against the PyTorch reference, bit for bit, and against independent arithmetic."""
 
-import contextlib
 import itertools
 import math
 import os
-import signal
-import subprocess
-import sys
-import textwrap
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -391,24 +388,22 @@ def test_ranges_cover_everything_once(n):
         assert all(lo % quantum == 0 for lo, _ in parts)
 
 
-def run_script(source: str, timeout: float = 100) -> str:
-    """Run a script in a process of its own, killed after `timeout` seconds; what it printed."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        # With all that it forked: no process may outlive the test.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, err
-    return out
+def on_fork() -> None:
+    torch.set_num_threads(2)
+    x = torch.from_numpy(np.arange(300_000, dtype=np.float32) % 1013 - 500)
+    specs = ["topk:0.01", "quantize:4", "qsgd:7", "onebit", "natural", "randomk:0.1"]
+
+    def sections() -> list[bytes]:
+        payloads = [tw.parse(spec).encode(x, key=KEY) for spec in specs]
+        return [bytes(s.numpy()) for payload in payloads for s in payload.sections]
+
+    before = sections()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if sections() == before else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert sections() == before
 
 
 def test_a_forked_process_encodes_too():
@@ -417,26 +412,8 @@ def test_a_forked_process_encodes_too():
     Those of torch do not survive it either, so that neither process may run a parallel operation of
     torch here: the input is NumPy's, and the frames are compared section by section.
     """
-    printed = run_script(
-        """
-        import os, numpy, torch, thinwire as tw
-        torch.set_num_threads(2)
-        x = torch.from_numpy(numpy.arange(300_000, dtype=numpy.float32) % 1013 - 500)
-        specs = ["topk:0.01", "quantize:4", "qsgd:7", "onebit", "natural", "randomk:0.1"]
-        def sections():
-            payloads = [tw.parse(spec).encode(x, key=tw.Key(1)) for spec in specs]
-            return [bytes(s.numpy()) for payload in payloads for s in payload.sections]
-        before = sections()
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if sections() == before else 1)
-        _, status = os.waitpid(child, 0)
-        assert status == 0, status
-        assert sections() == before
-        print("the same")
-        """
-    )
-    assert printed == "the same\n"
+    with ranks.Ranks(1) as process:
+        process.run(on_fork)
 
 
 def test_topk_needs_little_memory():
@@ -453,33 +430,34 @@ def test_topk_needs_little_memory():
     assert peak < 0.3 * x.numel() * x.itemsize
 
 
+def resident(field: str) -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+def on_topk() -> float | None:
+    """The peak of the resident set over what there was before, as a share of the tensor."""
+    torch.set_num_threads(2)
+    c = tw.TopK(0.01)
+    tw.pack(c.encode(torch.ones(1 << 18), residual=torch.zeros(1 << 18)))
+    x = torch.arange(1 << 23) % 999_983 * 1.0
+    r = torch.zeros_like(x) + 1
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    except OSError:
+        return None
+    before = resident("VmRSS")
+    tw.pack(c.encode(x, residual=r))
+    return (resident("VmHWM") - before) / x.nbytes
+
+
 def test_topk_needs_little_resident_memory():
     """The same with torch's share, by the kernel's own count of a fresh process."""
-    printed = run_script(
-        """
-        import torch, thinwire as tw
-        def status(field):
-            with open("/proc/self/status") as lines:
-                return next(int(l.split()[1]) for l in lines if l.startswith(field)) * 1024
-        torch.set_num_threads(2)
-        c = tw.TopK(0.01)
-        tw.pack(c.encode(torch.ones(1 << 18), residual=torch.zeros(1 << 18)))
-        x = torch.arange(1 << 23) % 999_983 * 1.0
-        r = torch.zeros_like(x) + 1
-        try:
-            with open("/proc/self/clear_refs", "w") as f:
-                f.write("5")  # the peak starts anew
-        except OSError:
-            print("unknown")
-        else:
-            before = status("VmRSS")
-            tw.pack(c.encode(x, residual=r))
-            print((status("VmHWM") - before) / (x.numel() * x.itemsize))
-        """
-    )
-    if printed.strip() == "unknown":
+    with ranks.Ranks(1) as process:
+        (share,) = process.run(on_topk)
+    if share is None:
         pytest.skip("this system does not let a process reset its peak memory")
-    assert float(printed) < 0.3
+    assert share < 0.3
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])

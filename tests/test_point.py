@@ -237,6 +237,10 @@ def nothing() -> None:
     for spec, shape in itertools.product(["none", "lossless", "onebit"], [(0,), (3, 0, 2)]):
         x = torch.empty(shape)
         tw.send(x, spec, dst=1, residual=x.clone()) if me() == 0 else tw.recv(x, src=0)
+    # What comes after them is not taken for one of them.
+    x = normal(5)
+    tw.send(x, "none", dst=1) if me() == 0 else tw.recv(x.zero_(), src=0)
+    assert same(x, normal(5))
 
 
 def test_sends_take_tensors_without_elements():
