@@ -129,7 +129,7 @@ def on_one_rank() -> list[str]:
 def test_a_single_rank_needs_nobody():
     (found,) = ranks.run(on_one_rank, ranks=1)
     for spec, explained in zip(STEADY + TIMED, found, strict=True):
-        assert explained.startswith(str(tw.policies.parse_policy(spec)))
+        assert explained.startswith(str(tw.policies.parse(spec)))
 
 
 def on_other_policy() -> str:
