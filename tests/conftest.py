@@ -17,6 +17,7 @@ import warm
 from thinwire.lab import why_not
 
 MANY = 1000  # tests: fewer do not need all kernels
+LONG = 600  # seconds for a test of several processes
 
 hypothesis.settings.register_profile(
     "default",
@@ -68,7 +69,7 @@ def pytest_collection_modifyitems(config, items):
 
     The kernels are compiled meanwhile, so that not every process has to do it for itself.
     """
-    several = {"Ranks", "ranks", "torchrun"}
+    several = {"Ranks", "ranks", "run", "torchrun"}
     without = ("test_lab", "test_lab_racks", "test_cli_lab", "test_imports", "test_report")
 
     def place(item):
@@ -77,6 +78,9 @@ def pytest_collection_modifyitems(config, items):
         return 2 if several & vars(item.module).keys() or "compare" in item.module.__name__ else 1
 
     items.sort(key=place)
+    for item in items:  # which may be the first to start processes, on a busy machine
+        if place(item) == 2 and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG))
     if config.getoption("--hypothesis-profile") == "thorough":
         for item in items:
             item.add_marker(pytest.mark.timeout(0), append=False)

@@ -940,7 +940,7 @@ def on_callback() -> bool:
 
 
 def test_a_callback_may_ask_its_handle():
-    assert ranks.run(on_callback, ranks=2, seconds=20) == [True, True]
+    assert ranks.run(on_callback, ranks=2) == [True, True]
 
 
 def resources() -> tuple[int, int, float]:

@@ -17,7 +17,7 @@ import thinwire as tw
 
 SIZES = [2, 3, 4]
 NAN, INF = float("nan"), float("inf")
-DEADLOCK = 15.0  # seconds after which a pipeline that waits for itself is given up
+DEADLOCK = 600.0  # seconds: ranks.py ends a pipeline that waits for itself long before
 
 every_size = pytest.mark.parametrize("ranks", SIZES)
 
@@ -98,7 +98,7 @@ def ring() -> None:
 
 @every_size
 def test_a_ring_of_sends_delivers_and_conserves(ranks):
-    run(ring, ranks=ranks, seconds=60)
+    run(ring, ranks=ranks)
 
 
 def many() -> None:
@@ -503,7 +503,7 @@ def one_forward_one_backward(spec: str, relative: float) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_forward_one_backward_is_an_order_that_works(ranks):
-    run(one_forward_one_backward, "none", 0.0, ranks=ranks, seconds=60)
+    run(one_forward_one_backward, "none", 0.0, ranks=ranks)
 
 
 def gradient_memory(reduced: str) -> None:
