@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 test: setup  ## Run the tests
 	$(VENV)/bin/python -m pytest
 
-test-thorough: setup  ## A thousand examples of every property, a million damaged frames (an hour)
+test-thorough: setup  ## A thousand examples of every property, a million damaged frames (20 minutes)
 	$(VENV)/bin/python benchmarks/fuzz.py
 	$(VENV)/bin/python -m pytest -v -m hypothesis --hypothesis-profile=thorough
 
