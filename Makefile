@@ -32,8 +32,8 @@ test-thorough: setup  ## A thousand examples of every property, a million damage
 # What depends on torch, on another release of it: torch's own wheels for that release, so that on
 # Linux some gigabytes come along. constraints.txt, which names one release, has no say here.
 TORCH_TESTS := contract frames kernels all_reduce feedback ddp ddp_checkpoints ddp_models ddp_wire
-test-torch:  ## Run the core of the tests on another torch: make test-torch TORCH=2.5.1
-	@test -n '$(TORCH)' || { echo "Name a release of torch, as in make test-torch TORCH=2.5.1" >&2; exit 2; }
+test-torch:  ## Run the core of the tests on another torch: make test-torch TORCH=2.6.0
+	@test -n '$(TORCH)' || { echo "Name a release of torch, as in make test-torch TORCH=2.6.0" >&2; exit 2; }
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install -qq --disable-pip-version-check 'torch==$(TORCH)' -e '.[dev]'
 	.venv-torch-$(TORCH)/bin/python -m pytest $(TORCH_TESTS:%=tests/test_%.py)
