@@ -118,9 +118,8 @@ class ShardSwap:
 
     def sums(self) -> list[Tensor]:
         """The sums of the own shard over all ranks, in the type that sums are formed in."""
-        own, self_received = self._shards[self._rank], self._received
-        self._received = []
-        return sum_shards(own, self_received, self._compressor)
+        received, self._received = self._received, []  # freed with this call
+        return sum_shards(self._shards[self._rank], received, self._compressor)
 
     def settle(self) -> None:
         """Bring the residuals of other ranks' shards up to date."""

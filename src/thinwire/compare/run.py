@@ -346,7 +346,7 @@ class ProgressBars:
     """One bar per method, with the loss, the time per step and what was sent."""
 
     def __init__(self, progress: Any, methods: list[Method], seeds: int) -> None:
-        self._progress, self._seeds = progress, seeds
+        self._progress = progress
         self._stage = progress.add_task("starting", total=None, figures="", visible=True)
         wide = max(len(method.name) for method in methods)
         self._tasks = {
