@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.stamp
+# Processes that share the tests; many tests wait for something, so more than two cores have use for.
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-thorough test-torch check format demo bench bench-network bench-training bench-methods bench-policies bench-compare clean clean-kernels
@@ -23,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: setup  ## Run the tests
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
 test-thorough: setup  ## A thousand examples of every property, a million damaged frames (20 minutes)
 	$(VENV)/bin/python benchmarks/fuzz.py

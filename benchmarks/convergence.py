@@ -185,7 +185,7 @@ def one_torch(options: argparse.Namespace, job: dict[str, Any], hook: str) -> di
 
 def table_of(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"{options.workload}: {options.ranks} ranks, {options.seeds} seeds")
-    for column in ("method", "metric", "spread", "ratio", "error", "ms a step"):
+    for column in ("method", "metric", "spread", "ratio", "error", "ms per step"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for name in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == name]

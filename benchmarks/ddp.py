@@ -204,7 +204,7 @@ def main() -> int:
             found = medians(Loopback(2), {**base, "part": "overhead", "batch": 128})
         record["overhead"] = found
         for name, seconds in found.items():
-            console.print(f"{name}: {1e3 * seconds:.1f} ms a step")
+            console.print(f"{name}: {1e3 * seconds:.1f} ms per step")
         over = found["attach none"] / found["plain DDP"]
         targets.append(Target.at_most("attach none: a step over plain DDP", over, 1.15))
     if options.only in (None, "pipeline"):
@@ -213,7 +213,7 @@ def main() -> int:
             found = medians(Lab(2, link), {**base, "part": "pipeline"})
         record["pipeline"] = {"link": link, **found}
         for name, value in found.items():
-            unit = f"{value / 1e6:.2f} MB a step" if name == "bytes" else f"{1e3 * value:.1f} ms"
+            unit = f"{value / 1e6:.2f} MB per step" if name == "bytes" else f"{1e3 * value:.1f} ms"
             console.print(f"{name}: {unit}")
         longer = max(found["backward"], found["exchange"])
         after = (found["backward"] + found["exchange"]) / longer

@@ -118,7 +118,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
         rows[0]["unit"],
         "lowest",
         "highest",
-        "MB a step",
+        "MB per step",
         "fewer",
     ):
         table.add_column(column, justify="left" if column in ("workload", "method") else "right")

@@ -16,8 +16,8 @@ import warm
 
 from thinwire.lab import why_not
 
-MANY = 1000  # tests: fewer do not need all kernels
 LONG = 600  # seconds for a test of several processes
+LAB = ("test_lab", "test_lab_racks", "test_cli_lab")
 
 hypothesis.settings.register_profile(
     "default",
@@ -70,10 +70,9 @@ def pytest_collection_modifyitems(config, items):
     The kernels are compiled meanwhile, so that not every process has to do it for itself.
     """
     several = {"Ranks", "ranks", "run", "torchrun"}
-    without = ("test_lab", "test_lab_racks", "test_cli_lab", "test_imports", "test_report")
 
     def place(item):
-        if item.module.__name__ in without:
+        if item.module.__name__ in (*LAB, "test_imports", "test_report"):
             return 0
         return 2 if several & vars(item.module).keys() or "compare" in item.module.__name__ else 1
 
@@ -81,10 +80,27 @@ def pytest_collection_modifyitems(config, items):
     for item in items:  # which may be the first to start processes, on a busy machine
         if place(item) == 2 and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG))
+        if group := together(item):
+            item.add_marker(pytest.mark.xdist_group(group))
     if config.getoption("--hypothesis-profile") == "thorough":
         for item in items:
             item.add_marker(pytest.mark.timeout(0), append=False)
-    if len(items) > MANY and not config.option.collectonly:
+
+
+def together(item):
+    """Tests of one name run one after the other in one process, all others where there is room."""
+    module = item.module.__name__
+    if module in LAB:
+        return "lab"  # which look for what labs leave behind
+    fixtures = [each for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
+    return module if any(fixture.scope == "module" for fixture in fixtures) else None
+
+
+def pytest_sessionstart(session):
+    """The whole suite needs all kernels: compile them in the background."""
+    config = session.config
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    if whole and not config.option.collectonly and not hasattr(config, "workerinput"):
         warming = warm.start()
         config.add_cleanup(warming.wait)
         config.add_cleanup(warming.kill)

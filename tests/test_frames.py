@@ -396,9 +396,9 @@ def test_fuzz():
 
     A million of them: make test-thorough.
     """
-    read = sum(fuzz(20, 20_000))
+    read = sum(fuzz(20, 6_000))
     # Of no use if most were refused at the door, or if the checksum let most of them pass.
-    assert 2_000 < read < 18_000
+    assert 600 < read < 5_400
 
 
 def test_fuzz_of_both_readers():

@@ -164,7 +164,7 @@ def _bitmap_encode(positions, out):
 
 
 def bitmap_encode(positions: torch.Tensor, n: int) -> torch.Tensor:
-    """One bit an element of the tensor, in 64-bit words."""
+    """One bit per element of the tensor, in 64-bit words."""
     out = np.zeros(-(-n // 64), u64)
     _bitmap_encode(positions.numpy(), out)
     return torch.from_numpy(out.view(np.int64))

@@ -1,4 +1,4 @@
-"""One bit an element: value = high where x + r >= 0, else low; a pair for a block or the tensor.
+"""One bit per element: value = high where x + r >= 0, else low; a pair for a block or the tensor.
 
 The bits do not depend on the pair, so one pass writes them and sums both halves.
 """
