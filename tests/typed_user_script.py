@@ -157,6 +157,7 @@ def training(net: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wire = tw.attach(model, "topk:0.01", feedback="ef14", exclude=["embed*"])
     assert_type(wire, tw.Wire)
+    assert_type(tw.wire_of(model), tw.Wire | None)
     wire.detach()
     tw.attach(model, tw.policies.Auto(), scaler=torch.amp.GradScaler("cpu"), nodes=8).detach()
     tw.attach(model, tw.methods.parse("dgc:0.001"), optimizer=optimizer).detach()

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from thinwire.frames import Payload, decode, pack, unpack
     from thinwire.kernels import Key
     from thinwire.methods import list_methods
-    from thinwire.parallel import Wire, attach, check_replicas
+    from thinwire.parallel import Wire, attach, check_replicas, wire_of
     from thinwire.policies import list_policies
     from thinwire.reducer import Reducer
     from thinwire.telemetry import track
@@ -96,7 +96,7 @@ _NAMES = {
     "frames": ("Payload", "decode", "pack", "unpack"),
     "kernels": ("Key",),
     "methods": ("list_methods",),
-    "parallel": ("Wire", "attach", "check_replicas"),
+    "parallel": ("Wire", "attach", "check_replicas", "wire_of"),
     "policies": ("list_policies",),
     "reducer": ("Reducer",),
     "telemetry": ("track",),
@@ -167,6 +167,7 @@ __all__ = [
     "track",
     "unpack",
     "wait_all",
+    "wire_of",
     "workloads",
 ]
 

@@ -15,7 +15,7 @@ from thinwire.compressors import Compressor
 from thinwire.feedback import DGC, Feedback, NoFeedback, Vote, feedback_for
 from thinwire.methods import NamedMethod, Recipe, method_of
 from thinwire.parallel.choices import Choices, choices_of
-from thinwire.parallel.ddp import DDPHook, Scaler
+from thinwire.parallel.ddp import DDPHook, Scaler, hook_of
 from thinwire.parallel.model import described, parameter_names
 from thinwire.parallel.momentum import take_momentum, with_momentum
 from thinwire.parallel.plan import Planner
@@ -137,14 +137,32 @@ def attach(
         scaler=scaler,
         check_every=check_every,
     )
-    hook.attach(ddp)
-    wire._hook = hook
+    # DDP never lets go of a hook, so plugging in comes last: what fails before it can be undone.
     if recipe is not None and recipe.momentum:
         assert isinstance(feedback, DGC)
         assert optimizer is not None
         hook.undo_on_detach(take_momentum(optimizer, feedback))
-    _log_choices(trained, choices)
+    try:
+        _log_choices(trained, choices)
+        hook.attach(ddp)
+    except BaseException:
+        hook.detach()
+        raise
+    wire._hook = hook
     return wire
+
+
+def wire_of(model: nn.Module) -> Wire | None:
+    """The wire that is attached to a DistributedDataParallel model (torch.compile around it or
+    not), or None.
+
+    Example:
+        wire = tw.wire_of(model)
+        if wire is not None:
+            print(wire.summary())
+    """
+    hook = hook_of(uncompiled(model))
+    return None if hook is None else hook.wire
 
 
 def _check_counts(min_numel: int, check_every: int, measure_every: int) -> None:

@@ -70,6 +70,12 @@ def _call(
     return registered.current(bucket)
 
 
+def hook_of(model: Any) -> "DDPHook | None":
+    """The hook of the wire that is attached to a DDP model."""
+    registered: RegisteredHook | None = getattr(model, ATTRIBUTE, None)
+    return None if registered is None else registered.current
+
+
 class DDPHook:
     """Exchanges the buckets of a model, and tells its wire of each step.
 
@@ -94,7 +100,7 @@ class DDPHook:
         scaler: Scaler | None = None,
         check_every: int = 0,
     ) -> None:
-        self._wire, self._names, self._parameters = wire, names, parameters
+        self.wire, self._names, self._parameters = wire, names, parameters
         self._planner, self._scaler = planner, scaler
         self._find_unused, self._check_every = find_unused, check_every
         self._reducer = wire._reducer
@@ -124,7 +130,10 @@ class DDPHook:
                 ) from error
             setattr(ddp, ATTRIBUTE, registered)
         if registered.current is not None:
-            raise ValueError("this model has a wire already: call its detach() first")
+            raise ValueError(
+                f"this model has a wire already, {registered.current.wire!r}: tw.wire_of(model) "
+                "returns it, call its detach() first"
+            )
         registered.current = self
         self._registered = registered
 
@@ -179,15 +188,15 @@ class DDPHook:
         return future
 
     def _new_pass(self) -> "BackwardPass":
-        return BackwardPass(self._wire, self._scaler is not None, self._find_unused)
+        return BackwardPass(self.wire, self._scaler is not None, self._find_unused)
 
     def _begin(self) -> None:
         for handle in self._pass.handles:  # of a backward pass that was broken off
             handle.wait_until_ended()
         self._pass = self._new_pass()
-        self._wire._begin_step(1.0 if self._scaler is None else float(self._scaler.get_scale()))
+        self.wire._begin_step(1.0 if self._scaler is None else float(self._scaler.get_scale()))
         self._planner.begin()
-        if self._check_every and self._wire.step % self._check_every == 0:
+        if self._check_every and self.wire.step % self._check_every == 0:
             counts = queue_callback(lambda: None)  # else this rank has joined and is behind
             check = ReplicaCheck(self._parameters, self._reducer.options, counts)
             self._pass.follow(check.start(async_op=True), set())
@@ -256,7 +265,7 @@ class DDPHook:
             if not done.errors:
                 self._commit(done)
                 measured = Measured(end - before, begin - done.begin, end - begin, *done.totals())
-                self._wire._choices.end(self._wire.step, measured)
+                self.wire._choices.end(self.wire.step, measured)
         except Exception as error:
             done.errors.append(error)
         done.give_up()
@@ -278,7 +287,7 @@ class DDPHook:
                 self._replayed = []
         else:
             self._layout = done.layout
-        self._wire._end_step()
+        self.wire._end_step()
 
 
 class SkippedError(PeerError):
