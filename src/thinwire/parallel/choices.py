@@ -63,7 +63,7 @@ class Choices:
         """Whether `watch` is to be called in this step."""
         return False
 
-    def watch(self, unit: Unit, update: Update) -> None:
+    def watch(self, step: int, unit: Unit, update: Update) -> None:
         """What a unit is about to send."""
 
     def scale(self, factor: float) -> None:
@@ -167,11 +167,11 @@ class PolicyRunner(Choices):
     def watches(self, step: int) -> bool:
         return self.chooser.watches(step)
 
-    def watch(self, unit: Unit, update: Update) -> None:
+    def watch(self, step: int, unit: Unit, update: Update) -> None:
         for name, (lo, hi) in unit.spans():
             if name in self.tensors:
                 residual = None if update.residual is None else update.residual[lo:hi]
-                self.chooser.watch(self.tensors[name], update.tensor[lo:hi], residual)
+                self.chooser.watch(self.tensors[name], step, update.tensor[lo:hi], residual)
 
     def scale(self, factor: float) -> None:
         self.chooser.scale(factor)

@@ -141,7 +141,7 @@ class Wire:
     def _inspect(self, unit: Unit, update: Update, compressor: Compressor, key: Key) -> None:
         """A unit is about to be sent: show it to the policy, and measure what is left of it."""
         if self._choices.watches(self.step):
-            self._choices.watch(unit, update)
+            self._choices.watch(self.step, unit, update)
         # Not the first step, which may be special (EF21 sends it uncompressed).
         due = self._measure_every and (self.step - 2) % self._measure_every == 0
         # Only all ranks together know what a joint compressor leaves.
