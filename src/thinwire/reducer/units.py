@@ -172,9 +172,8 @@ class UnitReducer:
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers; tensors and plain values only."""
         tensors = {
-            name: {"steps": steps, **state}
-            for name in self.states.names()
-            for state, steps in [self.states.of_tensor(name)]
+            name: {"steps": steps, **{part: values.clone() for part, values in state.items()}}
+            for name, (state, steps) in self.states.of_tensors(self.states.names()).items()
         }
         if self._last_joint is not None:
             self._last_joint.wait_until_ended()
