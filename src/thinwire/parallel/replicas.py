@@ -11,6 +11,7 @@ from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.collectives.transport import Transport
 from thinwire.errors import ReplicaError
 from thinwire.parallel.model import parameter_names
+from thinwire.torch_internals import is_dtensor, is_fsdp1
 
 SHOWN = 5  # names in an error
 
@@ -21,18 +22,31 @@ def check_replicas(
     """Raise `ReplicaError` on all ranks if parameters differ in any bit between them.
 
     Args:
-        model: a module, wrapped in DDP or not. All ranks of the group call this.
+        model: a module, wrapped in DDP or not. All ranks of the group call this. One whose
+            parameters are sharded (FSDP) is refused: ranks hold different shards.
         group: a process group; None is the one of a DDP module, or the default one.
         buffers: compare buffers as well. DDP sends those of rank 0 to the others at the start of
             each forward pass, so between steps they may differ where all is well.
         timeout: seconds to wait for the others.
     """
     named = parameter_names(model)
+    _check_whole(model, named)
     tensors: dict[str, Tensor] = {name: parameter for parameter, name in named}
     if buffers:
         tensors.update(model.named_buffers())
     own = getattr(model, "process_group", None) if group is None else group
     ReplicaCheck(tensors, Options.of(own, timeout=timeout)).start()
+
+
+def _check_whole(model: nn.Module, named: Sequence[tuple[nn.Parameter, str]]) -> None:
+    sharded = next((name for parameter, name in named if is_dtensor(parameter)), None)
+    if sharded is None and not any(map(is_fsdp1, model.modules())):
+        return
+    what = "a FullyShardedDataParallel model" if sharded is None else f"{sharded} is a DTensor"
+    raise TypeError(
+        f"check_replicas compares whole parameters, but {what}: ranks of FSDP hold different "
+        "shards by design, so there are no replicas to compare"
+    )
 
 
 class ReplicaCheck(Exchange):
