@@ -79,6 +79,13 @@ def collectives(gradient: Tensor, residual: Tensor, group: dist.ProcessGroup) ->
     except tw.ThinwireError as error:
         print(isinstance(error, tw.errors.ReplicaError))
     reducer.load_state_dict([reducer.state_dict()])
+    assert_type(reducer.stats()["total"]["bytes_sent"], int)
+    assert_type(reducer.summary(), str)
+    assert_type(reducer.ledger.exchanges, int)
+    wire: tw.Wire = tw.Reducer(tw.policies.Auto(), min_numel=1024, exclude="embed*", check_every=10)
+    print(wire.explain(), wire.decisions, wire.settings())
+    tw.Reducer(lambda name: "topk:0.001" if "embed" in name else None, group=group)
+    tw.Reducer("dgc:0.001", optimizer=torch.optim.SGD([gradient], lr=0.1, momentum=0.9)).detach()
 
 
 def feedbacks() -> None:

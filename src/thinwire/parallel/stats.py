@@ -186,7 +186,7 @@ def explanation_of(wire: "Wire") -> str:
     if wire.step and total["bytes_sent"]:
         waited = 1e3 * seconds.get("waiting", 0.0) / wire.step
         lines.append(
-            f"In {wire.step} steps each rank sent {show_bytes(total['bytes_sent'])} for gradients "
+            f"In {wire.step} steps each rank sent {show_bytes(total['bytes_sent'])} for tensors "
             f"of {show_bytes(total['bytes_in'])}, and waited {waited:.3g} ms per step for the "
             "network."
         )
