@@ -17,6 +17,7 @@ from tensors import normal
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.parallel.model import described
 from thinwire.policies import Chooser, Policy, PolicyContext, TensorInfo
 from thinwire.reducer.exchange import UnitExchange
 
@@ -491,3 +492,25 @@ def residuals(reducer: tw.Reducer) -> dict[str, Tensor]:
 def test_residuals_follow_a_scaler():
     for found in ranks.run(on_a_scaler, ranks=2):
         assert all(found.values()), found
+
+
+def on_what_tensors_are() -> dict[str, Any]:
+    layers = nn.Sequential(nn.Linear(40, 30), nn.Embedding(32, 40))
+    names = {"a": "0.weight", "b": "1.weight"}
+    known = described(layers, {each: layers.get_parameter(name) for each, name in names.items()})
+    reducer = make("layerwise:((kind=embedding)=topk:0.1; *=quantize:4)")
+    reducer._learn_tensors(known, some(0, "ab"))  # as a driver does that knows of modules
+    for step in range(2):
+        reducer.average(some(step, "ab"))
+    used = {name: row["compressor"] for name, row in reducer.stats()["tensors"].items()}
+    other, sizes = make("quantize:4", feedback="none", min_numel=1000), []
+    for shape in ((40, 30), (20, 30), (50, 60)):
+        other.average({"a": torch.ones(shape)})
+        sizes.append(other.ledger.lines["a"].compressor)
+    return {"used": used, "sizes": sizes}
+
+
+def test_what_is_known_of_tensors_decides():
+    for found in ranks.run(on_what_tensors_are, ranks=2):
+        assert found["used"] == {"a": "quantize:4", "b": "topk:0.1"}
+        assert found["sizes"] == ["quantize:4", "none", "quantize:4"]

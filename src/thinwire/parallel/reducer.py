@@ -185,15 +185,20 @@ class Reducer(Wire):
 
     def _expect(self, tensors: Mapping[str, Tensor]) -> None:
         """Have choices for these tensors."""
-        found = {name: TensorInfo(name, t.shape, t.dtype) for name, t in tensors.items()}
-        new = {name: info for name, info in found.items() if self._tensors.get(name) != info}
+        new: dict[str, TensorInfo] = {}
+        for name, tensor in tensors.items():
+            known, like = self._tensors.get(name), self._parameters.get(name)
+            if known is None or like is None:
+                new[name] = TensorInfo(name, tensor.shape, tensor.dtype)
+            elif _kind(like) != _kind(tensor):
+                new[name] = known._replace(shape=tensor.shape, dtype=tensor.dtype)
         if not new:
             return
         if not self._tensors:
-            self._configuration.check_exclude(found, "tensor")
+            self._configuration.check_exclude(tensors, "tensor")
         # Shape, type and device of a tensor, in the memory of one element.
-        like = {name: tensors[name].new_zeros(()).expand(info.shape) for name, info in new.items()}
-        self._learn_tensors(new, like)
+        likes = {name: tensors[name].new_zeros(()).expand(info.shape) for name, info in new.items()}
+        self._learn_tensors(new, likes)
 
     def _begin(self, step: "AveragingStep", tensor: Tensor) -> None:
         """Begin a step; a policy that fails here may not have failed on other ranks."""
@@ -341,6 +346,10 @@ def _add_up(accounts: list[Account], total: Account) -> None:
         total.lost |= account.lost
         for kind, seconds in account.seconds.items():
             total.seconds[kind] = total.seconds.get(kind, 0.0) + seconds
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _check_tensors(tensors: Any, together: bool) -> None:
