@@ -88,14 +88,13 @@ class _Metered(Around):
         self.error = 0.0
 
     def watches(self, step: int) -> bool:
-        self._step = step
         return step % 4 == 0 or super().watches(step)
 
-    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
-        if super().watches(self._step):
-            super().watch(tensor, x, residual)
-        choice = self.choose(tensor, self._step)
-        if self._step % 4 == 0 and choice is not None:
+    def watch(self, tensor: TensorInfo, step: int, x: Tensor, residual: Tensor | None) -> None:
+        if super().watches(step):
+            super().watch(tensor, step, x, residual)
+        choice = self.choose(tensor, step)
+        if step % 4 == 0 and choice is not None:
             values = x.float() if residual is None else x + residual
             left = values.clone()
             zero = None if residual is None else torch.zeros_like(values)

@@ -374,3 +374,18 @@ def on_join_checked() -> str:
 def test_a_rank_that_has_joined_is_no_replica_that_differs():
     with ranks.Ranks(2) as group:
         assert group.run(on_join_checked) == ["", ""]
+
+
+def on_sharded_models() -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    inner = fully_shard(net())
+    outer = nn.Sequential(FullyShardedDataParallel(net(), device_id=torch.device("cpu")))
+    return [caught(lambda: tw.check_replicas(model)) for model in (inner, outer)]  # noqa: B023
+
+
+def test_shards_are_not_taken_for_replicas():
+    for found in ranks.run(on_sharded_models, ranks=2):
+        for text, what in zip(found, ("0.weight is a DTensor", "FullySharded"), strict=True):
+            assert text.startswith("TypeError: check_replicas compares whole parameters"), text
+            assert what in text

@@ -208,3 +208,51 @@ def test_a_writer_that_fails_does_not_break_the_model():
     for errors, equal in ranks.run(on_broken_writer, ranks=2):
         assert errors == ["division by zero"]
         assert equal
+
+
+def on_loaded_stats() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]:
+    model, wire = wired()
+    for step in range(2):
+        backward(model, step)
+    fresh = wired()[1]
+    fresh.load_state_dict(wire.state_dict())
+    wire_stats = wire.stats()
+    wire.load_state_dict(wire.state_dict())
+    return wire_stats, fresh.stats(), wire.stats(), fresh.summary()
+
+
+def test_what_was_loaded_is_shown_at_once():
+    for before, fresh, again, summary in ranks.run(on_loaded_stats, ranks=2):
+        norms = {name: row["residual_norm"] for name, row in before["tensors"].items()}
+        kept = {name: norm for name, norm in norms.items() if norm is not None}
+        assert len(kept) == 3
+        assert {n: row["residual_norm"] for n, row in fresh["tensors"].items()} == kept
+        assert {row["steps"] for row in fresh["tensors"].values()} == {0}
+        for name, row in fresh["tensors"].items():
+            assert row["numel"] == before["tensors"][name]["numel"]
+        assert fresh["total"]["residual_norm"] == before["total"]["residual_norm"] > 0
+        assert {n: row["residual_norm"] for n, row in again["tensors"].items()} == norms
+        assert "0.weight" in summary
+
+
+def on_decoded(storage: str) -> tuple[int, int, int]:
+    """How often vectors are read for the figures and for a checkpoint of a unit of 3 tensors."""
+    from thinwire.feedback.state import StateVector
+
+    model, wire = wired(feedback=f"ef14:storage={storage}", ddp={"bucket_cap_mb": 25})
+    for step in range(3):
+        backward(model, step)
+    reads, read = [], StateVector.read
+    StateVector.read = lambda *given: reads.append(given) or read(*given)
+    try:
+        wire.stats()
+        first = len(reads)
+        wire.state_dict()
+    finally:
+        StateVector.read = read
+    return first, len(reads) - first, len(wire._reducer.states.names())
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
+def test_a_vector_is_decoded_once_for_all_its_tensors(storage):
+    assert ranks.run(on_decoded, storage, ranks=2) == [(1, 1, 3)] * 2

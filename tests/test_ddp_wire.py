@@ -4,11 +4,15 @@ Functions with a leading `on_` run on every rank, in the processes of ranks.py; 
 compared here. Models and batches are those of nets.py.
 """
 
+import contextlib
+import copy
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ranks
+import torch
 from nets import (
     MIN,
     all_same,
@@ -221,3 +225,68 @@ def on_one_rank() -> dict[str, bool]:
 
 def test_a_single_rank_keeps_its_gradients():
     assert all(ranks.run(on_one_rank, ranks=1)[0].values())
+
+
+class Breaking(logging.Filter):
+    """A log that cannot be written to."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        raise OSError("the disk is full")
+
+
+def on_failed_attach() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    log = logging.getLogger("thinwire")
+    for name, model in (("log", plain()), ("hook", hooked())):
+        breaking = Breaking() if name == "log" else logging.Filter()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        before = copy.deepcopy(optimizer.param_groups[0])
+        level = log.level
+        log.setLevel(logging.INFO)
+        log.addFilter(breaking)
+        try:
+            tw.attach(model, "dgc:0.1", optimizer=optimizer, min_numel=MIN)
+        except (OSError, ValueError) as error:
+            found[f"{name} error"] = type(error) is (OSError if name == "log" else ValueError)
+        finally:
+            log.removeFilter(breaking)
+            log.setLevel(level)
+        found[f"{name} optimizer"] = optimizer.param_groups[0].keys() == before.keys() and (
+            optimizer.param_groups[0]["momentum"] == 0.9
+        )
+        found[f"{name} hooks"] = not optimizer._optimizer_step_pre_hooks
+        found[f"{name} wire"] = tw.wire_of(model) is None
+    model = plain()
+    with contextlib.suppress(ValueError):
+        tw.attach(model, "dgc:0.1", optimizer=optimizer, granularity="layer")
+    model.register_comm_hook(None, default_hooks.allreduce_hook)  # there is none yet
+    return found
+
+
+def test_an_attach_that_fails_changes_nothing():
+    (found,) = ranks.run(on_failed_attach, ranks=1)
+    assert len(found) == 8
+    assert all(found.values()), found
+
+
+def on_wire_of() -> dict[str, Any]:
+    model, wire = wired()
+    found = {
+        "wired": tw.wire_of(model) is wire,
+        "compiled": tw.wire_of(torch.compile(model)) is wire,
+        "another": tw.wire_of(plain()) is None,
+        "bare": tw.wire_of(net()) is None,
+    }
+    try:
+        tw.attach(model, "none")
+    except ValueError as error:
+        found["named"] = repr(wire) in str(error) and "tw.wire_of(model)" in str(error)
+    wire.detach()
+    found["detached"] = tw.wire_of(model) is None
+    return found
+
+
+def test_the_wire_of_a_model_is_found():
+    (found,) = ranks.run(on_wire_of, ranks=1)
+    assert len(found) == 6
+    assert all(found.values()), found

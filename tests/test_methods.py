@@ -834,12 +834,12 @@ def test_one_rank_forgets_nothing_when_a_step_is_not_finite(alone, feedback):
     reducer.average({"w": normal(8, 1)})
     parts = dict.fromkeys(tw.feedback.parse(feedback).parts)
     state = reducer.state_dict()
-    state["tensors"]["w"] |= {part: normal(8, 7) for part in parts}
+    state["reducer"]["tensors"]["w"] |= {part: normal(8, 7) for part in parts}
     reducer.load_state_dict(state)
     handle = reducer.average({"w": (x := torch.full((8,), torch.nan))})
     assert x.isnan().all()
     assert not handle.account.finite
-    after = reducer.state_dict()["tensors"]["w"]
+    after = reducer.state_dict()["reducer"]["tensors"]["w"]
     assert all(same(after[part], normal(8, 7)) for part in parts)
 
 

@@ -41,7 +41,7 @@ def make(spec: str, **options: Any) -> tw.Reducer:
 
 
 def remembered(reducer: tw.Reducer, name: str = "w") -> dict[str, Tensor]:
-    kept = reducer.state_dict()["tensors"].get(name, {})
+    kept = reducer.state_dict()["reducer"]["tensors"].get(name, {})
     return {part: values for part, values in kept.items() if part != "steps"}
 
 
@@ -470,20 +470,21 @@ def on_a_warm_start_is_kept_in_the_state() -> None:
         torch.save(reducer.state_dict(), file)
         file.seek(0)
         state = torch.load(file, weights_only=True)
-        assert ("q" in state["recalled"].get("a", {})) == ("powersgd" in spec)
-        assert agree(*(q for kept in state["recalled"].values() for q in kept.values()))
+        kept = state["reducer"]
+        assert ("q" in kept["recalled"].get("a", {})) == ("powersgd" in spec)
+        assert agree(*(q for found in kept["recalled"].values() for q in found.values()))
         other, cold = make(spec, feedback=feedback), make(spec, feedback=feedback)
         other.load_state_dict(state)
-        cold.load_state_dict({**state, "recalled": {}})
+        cold.load_state_dict({**state, "reducer": {**kept, "recalled": {}}})
         for step in range(3, 6):
             xs, ys, zs = (step_of(each, step) for each in (reducer, other, cold))
             assert all_same(xs, ys), (spec, feedback)
             assert all_same(xs, zs) == ("arc" in spec), "the warm start makes no difference"
-        for values in state["recalled"].get("a", {}).values():
+        for values in kept["recalled"].get("a", {}).values():
             values.zero_()
         assert all_same(step_of(reducer, 7), step_of(other, 7)), "the state is no copy"
         reducer.reset()
-        assert reducer.state_dict()["recalled"] == {}
+        assert reducer.state_dict()["reducer"]["recalled"] == {}
 
 
 @law(2)
@@ -516,13 +517,13 @@ def on_not_a_number_reaches_all_and_changes_nothing() -> None:
             assert not handle.account.finite
         after = reducer.state_dict()
         for key in ("tensors", "recalled"):
-            for name, kept in before[key].items():
-                found = after[key][name]
+            for name, kept in before["reducer"][key].items():
+                found = after["reducer"][key][name]
                 assert all(torch.equal(torch.as_tensor(found[p]), torch.as_tensor(kept[p]))
                            for p in kept)  # fmt: skip
         # Twins have drawn differently since: their key is the number of the step.
-        state = {**after, "counts": twin.state_dict()["counts"]}
-        reducer.load_state_dict(state)
+        counts = {"counts": twin.state_dict()["reducer"]["counts"]}
+        reducer.load_state_dict({**after, "reducer": {**after["reducer"], **counts}})
         xs, ys = ({"a": mine(1200, 7).view(40, 30), "b": mine(9, 7)} for _ in range(2))
         reducer.average(xs)
         twin.average(ys)
@@ -578,9 +579,9 @@ def on_a_state_taken_in_flight_is_of_one_step() -> None:
     for step in range(5):
         x = mine(120_000, step).view(400, 300)
         handle = reducer.average({"w": x}, async_op=True)
-        early = reducer.state_dict()
+        early = reducer.state_dict()["reducer"]
         handle.wait()
-        late = reducer.state_dict()
+        late = reducer.state_dict()["reducer"]
         assert same(early["tensors"]["w"]["residual"], late["tensors"]["w"]["residual"])
         assert early["recalled"]["w"].keys() == late["recalled"]["w"].keys(), step
         assert same(early["recalled"]["w"]["q"], late["recalled"]["w"]["q"]), step
@@ -959,7 +960,7 @@ def left_waiting(feedback: str) -> bool:
         reducer.average({"w": mine(100, step)})
     before = remembered(reducer)["residual"]
     unit = Unit(["w"], [torch.zeros(100)])
-    reducer._units.start([unit], driver=SkippingUnused()).handle.wait()
+    reducer._reducer.start([unit], driver=SkippingUnused()).handle.wait()
     return same(remembered(reducer)["residual"], before)
 
 

@@ -242,8 +242,8 @@ def test_solving_gives_more_to_tensors_that_need_it():
         if chooser.due(step):
             assert chooser.watches(step)
             for rank in ranks:
-                rank.watch(where.tensors[0], peaked, None)
-                rank.watch(where.tensors[1], flat, torch.zeros(100_000))
+                rank.watch(where.tensors[0], step, peaked, None)
+                rank.watch(where.tensors[1], step, flat, torch.zeros(100_000))
             rows = [rank.report(NOTHING) for rank in ranks]
             for rank in ranks:
                 rank.learn(step, rows)
@@ -252,6 +252,29 @@ def test_solving_gives_more_to_tensors_that_need_it():
     (decision,) = where.journal.decisions
     assert re.match(r"1\.\d+ times fewer bytes than topk:0.01, (1\.00|0\.\d+) of its", decision.why)
     assert not chooser.due(8)
+
+
+def test_what_one_policy_wants_to_see_is_not_shown_to_another():
+    """A Solve that has finished, or has not begun, beside thresholds that are watched for ever."""
+    spec = "layerwise:(t0=solve:(topk:0.1),steps=4; *=magnitude:0.1)"
+    chooser, where = begun(spec, (20, 50), (20, 50))
+    seen: dict[str, list[int]] = {}
+    for name, inner in chooser._of.items():
+
+        def noted(tensor: Any, step: int, *given: Any, name=name, watch=inner.watch) -> None:
+            seen.setdefault(name, []).append(step)
+            watch(tensor, step, *given)
+
+        inner.watch = noted
+    for step in range(1, 13):
+        assert chooser.watches(step) == chooser.due(step)
+        for tensor in where.tensors:
+            chooser.choose(tensor, step)
+            if chooser.watches(step):
+                chooser.watch(tensor, step, torch.ones(1000), None)
+        if chooser.due(step):
+            chooser.learn(step, [chooser.report(NOTHING)])
+    assert seen == {"t0": [5, 7], "t1": [*range(1, 9), 10, 12]}
 
 
 # Magnitudes.
@@ -272,7 +295,7 @@ def test_the_share_above_the_threshold_stays_what_it_should_be(spec, feedback):
         compressor = chooser.choose(tensor, step)
         used = residual if feedback else torch.zeros(10_000)
         if chooser.watches(step):
-            chooser.watch(tensor, x, used)
+            chooser.watch(tensor, step, x, used)
         if compressor is None:
             assert step == 1
         else:

@@ -179,7 +179,7 @@ class _Broken(Chooser):
     def watches(self, step: int) -> bool:
         return step == 4
 
-    def watch(self, tensor: TensorInfo, x: Any, residual: Any) -> None:
+    def watch(self, tensor: TensorInfo, step: int, x: Any, residual: Any) -> None:
         self._fail("watch")
 
     def report(self, measured: Any) -> list[float]:

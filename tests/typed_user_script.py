@@ -79,6 +79,13 @@ def collectives(gradient: Tensor, residual: Tensor, group: dist.ProcessGroup) ->
     except tw.ThinwireError as error:
         print(isinstance(error, tw.errors.ReplicaError))
     reducer.load_state_dict([reducer.state_dict()])
+    assert_type(reducer.stats()["total"]["bytes_sent"], int)
+    assert_type(reducer.summary(), str)
+    assert_type(reducer.ledger.exchanges, int)
+    wire: tw.Wire = tw.Reducer(tw.policies.Auto(), min_numel=1024, exclude="embed*", check_every=10)
+    print(wire.explain(), wire.decisions, wire.settings())
+    tw.Reducer(lambda name: "topk:0.001" if "embed" in name else None, group=group)
+    tw.Reducer("dgc:0.001", optimizer=torch.optim.SGD([gradient], lr=0.1, momentum=0.9)).detach()
 
 
 def feedbacks() -> None:
@@ -157,6 +164,7 @@ def training(net: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wire = tw.attach(model, "topk:0.01", feedback="ef14", exclude=["embed*"])
     assert_type(wire, tw.Wire)
+    assert_type(tw.wire_of(model), tw.Wire | None)
     wire.detach()
     tw.attach(model, tw.policies.Auto(), scaler=torch.amp.GradScaler("cpu"), nodes=8).detach()
     tw.attach(model, tw.methods.parse("dgc:0.001"), optimizer=optimizer).detach()

@@ -73,9 +73,8 @@ if TYPE_CHECKING:
     from thinwire.frames import Payload, decode, pack, unpack
     from thinwire.kernels import Key
     from thinwire.methods import list_methods
-    from thinwire.parallel import Wire, attach, check_replicas
+    from thinwire.parallel import Reducer, Wire, attach, check_replicas, wire_of
     from thinwire.policies import list_policies
-    from thinwire.reducer import Reducer
     from thinwire.telemetry import track
 
 __version__ = "0.1.0"
@@ -96,9 +95,8 @@ _NAMES = {
     "frames": ("Payload", "decode", "pack", "unpack"),
     "kernels": ("Key",),
     "methods": ("list_methods",),
-    "parallel": ("Wire", "attach", "check_replicas"),
+    "parallel": ("Reducer", "Wire", "attach", "check_replicas", "wire_of"),
     "policies": ("list_policies",),
-    "reducer": ("Reducer",),
     "telemetry": ("track",),
 }
 _ROOM_OF = {name: room for room, names in _NAMES.items() for name in names}
@@ -167,6 +165,7 @@ __all__ = [
     "track",
     "unpack",
     "wait_all",
+    "wire_of",
     "workloads",
 ]
 

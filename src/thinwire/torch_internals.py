@@ -6,6 +6,7 @@ is where to look first; `make test-torch TORCH=...` runs the tests on another re
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -127,6 +128,21 @@ def profiler_range(name: str) -> contextlib.AbstractContextManager[Any]:
     if profiler._is_profiler_enabled:
         return profiler.record_function(name)
     return contextlib.nullcontext()
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is spread over ranks.
+
+    `torch.distributed.tensor` takes seconds to import; where nobody has, there is none.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_fsdp1(module: Any) -> bool:
+    """Whether a module is a FullyShardedDataParallel; its import takes as long."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
 def uncompiled(model: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Training with compressed exchanges: attaching to a model, checkpoints, the check of replicas."""
+"""Training with compressed exchanges: attaching to a model, a reducer for loops of one's own,
+checkpoints, the check of replicas."""
 
-from thinwire.parallel.attachment import attach
+from thinwire.parallel.attachment import attach, wire_of
+from thinwire.parallel.reducer import Reducer
 from thinwire.parallel.replicas import check_replicas
 from thinwire.parallel.wire import Wire
 
-__all__ = ["Wire", "attach", "check_replicas"]
+__all__ = ["Reducer", "Wire", "attach", "check_replicas", "wire_of"]

@@ -1,36 +1,24 @@
 """attach: one line that switches compression on for a model."""
 
-import logging
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
-from typing import Any
+from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.collectives.options import NodesGiven, Options, Timeout
-from thinwire.compressors import Compressor
-from thinwire.feedback import DGC, Feedback, NoFeedback, Vote, feedback_for
-from thinwire.methods import NamedMethod, Recipe, method_of
-from thinwire.parallel.choices import Choices, choices_of
-from thinwire.parallel.ddp import DDPHook, Scaler
+from thinwire.collectives.options import NodesGiven, Timeout
+from thinwire.feedback import Feedback
+from thinwire.parallel.configuration import CompressorGiven, Configuration, Scaler
+from thinwire.parallel.ddp import DDPHook, hook_of
 from thinwire.parallel.model import described, parameter_names
-from thinwire.parallel.momentum import take_momentum, with_momentum
 from thinwire.parallel.plan import Planner
 from thinwire.parallel.wire import Wire
-from thinwire.policies.base import ByName, Fixed, Policy, policy_of
-from thinwire.reducer.units import UnitReducer
 from thinwire.torch_internals import uncompiled
-
-log = logging.getLogger("thinwire")
-ByFunction = Callable[[str], Compressor | str | None]
 
 
 def attach(
     model: nn.Module,
-    compressor: Compressor | Policy | NamedMethod | str | ByFunction,
+    compressor: CompressorGiven,
     *,
     feedback: Feedback | str = "auto",
     granularity: str = "bucket",
@@ -47,6 +35,8 @@ def attach(
     measure_every: int = 100,
 ) -> Wire:
     """Compress what a DistributedDataParallel model exchanges in its backward passes.
+
+    For a training loop without DDP there is `thinwire.Reducer`, which does the same.
 
     Tensors with fewer than two dimensions, with fewer than `min_numel` elements or excluded are
     sent uncompressed, together. Compression and communication run on a thread of their own while
@@ -89,114 +79,56 @@ def attach(
             f"attach takes a DistributedDataParallel model, got {type(ddp).__name__}: wrap it, or "
             "average gradients in a loop of your own with tw.Reducer"
         )
-    _check_counts(min_numel, check_every, measure_every)
-    if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
-        raise TypeError(f"scaler must be a GradScaler, got {type(scaler).__name__}")
     named = parameter_names(ddp)
     trained = {name: parameter for parameter, name in named if parameter.requires_grad}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise TypeError(f"{name}: DDP hooks cannot carry {parameter.dtype} parameters")
-    options = Options.of(
-        ddp.process_group, collective=collective, nodes=nodes, max_bytes=max_bytes, timeout=timeout
+    configuration = Configuration.of(
+        compressor,
+        ddp.process_group,
+        feedback=feedback,
+        collective=collective,
+        nodes=nodes,
+        min_numel=min_numel,
+        exclude=exclude,
+        scaler=scaler,
+        optimizer=optimizer,
+        seed=seed,
+        max_bytes=max_bytes,
+        timeout=timeout,
+        check_every=check_every,
+        measure_every=measure_every,
     )
-    method = method_of(compressor)
-    recipe = None if method is None else method.recipe()
-    given: Any = compressor
-    if recipe is not None:
-        if feedback != "auto":
-            raise ValueError(f"{recipe.name} has a feedback of its own, got {feedback!r}")
-        given, feedback = recipe.policy, _feedback_of(recipe, optimizer, scaler)
-        if options.collective == "auto":
-            options = Options.of(
-                ddp.process_group,
-                collective=recipe.collective,
-                max_bytes=options.max_bytes,
-                timeout=options.timeout,
-            )
-    patterns = [exclude] if isinstance(exclude, str) else list(exclude)
-    policy, large = _policy(given, {n: p for p, n in named}, min_numel, patterns)
-    for each in policy.compressors:
-        options.check(each)
-    reducer = UnitReducer(policy.main, feedback, options, seed)
-    choices = choices_of(
-        policy,
-        described(ddp.module, {name: p for name, p in trained.items() if name in large}),
-        size=dist.get_world_size(ddp.process_group),
-        feedback=not isinstance(feedback_for(policy.main, feedback), NoFeedback),
-        device=next(iter(trained.values())).device,
-        options=options,
-    )
-    wire = Wire(reducer, choices, trained, measure_every)
+    configuration.check_exclude([name for _, name in named], "parameter")
+    wire = Wire(configuration)
     hook = DDPHook(
         wire,
         {id(parameter): name for parameter, name in named},
         trained,
-        Planner(choices.compressor_of, granularity),
+        Planner(wire._compressor_of, granularity),
         find_unused=ddp.find_unused_parameters,
-        scaler=scaler,
-        check_every=check_every,
     )
-    hook.attach(ddp)
+    wire._learn_tensors(described(ddp.module, trained), trained)
+    # DDP never lets go of a hook, so plugging in comes last: what fails before it can be undone.
+    wire._take_momentum()
+    try:
+        hook.attach(ddp)
+    except BaseException:
+        wire.detach()
+        raise
     wire._hook = hook
-    if recipe is not None and recipe.momentum:
-        assert isinstance(feedback, DGC)
-        assert optimizer is not None
-        hook.undo_on_detach(take_momentum(optimizer, feedback))
-    _log_choices(trained, choices)
     return wire
 
 
-def _check_counts(min_numel: int, check_every: int, measure_every: int) -> None:
-    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
-        raise ValueError(f"min_numel must be a number of elements, got {min_numel!r}")
-    for what, value in (("check_every", check_every), ("measure_every", measure_every)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"{what} must be a number of steps, 0 for never, got {value!r}")
+def wire_of(model: nn.Module) -> Wire | None:
+    """The wire that is attached to a DistributedDataParallel model (torch.compile around it or
+    not), or None.
 
-
-def _feedback_of(recipe: Recipe, optimizer: Optimizer | None, scaler: Scaler | None) -> Feedback:
-    """The feedback of a method, with the optimizer's momentum if it takes that over."""
-    feedback = recipe.feedback
-    if recipe.momentum:
-        if optimizer is None:
-            raise ValueError(
-                f"{recipe.name} takes over the optimizer's momentum: pass it, optimizer=optimizer"
-            )
-        assert isinstance(feedback, DGC)
-        feedback = with_momentum(feedback, optimizer)
-    if scaler is not None and (isinstance(feedback, Vote) or recipe.clips):
-        raise ValueError(f"{recipe.name} depends on the size of gradients, so it takes no scaler=")
-    return feedback
-
-
-def _policy(
-    given: Any, parameters: dict[str, nn.Parameter], min_numel: int, exclude: Sequence[str]
-) -> tuple[Policy, set[str]]:
-    """What chooses, and for which tensors; all others are sent uncompressed."""
-    unmatched = [p for p in exclude if not any(fnmatchcase(name, p) for name in parameters)]
-    if unmatched:
-        some = ", ".join(list(parameters)[:3])
-        raise ValueError(f"exclude: no parameter is named like {unmatched[0]!r} (there are {some})")
-    function = callable(given) and not isinstance(given, type)
-    policy = None if function else policy_of(given)
-    # What sends all uncompressed anyway takes whole buckets, as they lie in memory.
-    whole = isinstance(policy, Fixed) and policy.main.lossless and policy.main.summable
-    large = {
-        name
-        for name, parameter in parameters.items()
-        if (whole or (parameter.dim() >= 2 and parameter.numel() >= min_numel))
-        and not any(fnmatchcase(name, pattern) for pattern in exclude)
-    }
-    if policy is None:
-        policy = ByName.of(given, [name for name in parameters if name in large])
-    return policy, large
-
-
-def _log_choices(parameters: dict[str, nn.Parameter], choices: Choices) -> None:
-    sizes: dict[str, list[int]] = {}
-    for name, parameter in parameters.items():
-        choice = str(choices.compressor_of(name) or "uncompressed")
-        sizes.setdefault(choice, []).append(parameter.numel())
-    for choice, own in sorted(sizes.items()):
-        log.info("%s: %d tensors, %d elements", choice, len(own), sum(own))
+    Example:
+        wire = tw.wire_of(model)
+        if wire is not None:
+            print(wire.summary())
+    """
+    hook = hook_of(uncompiled(model))
+    return None if hook is None else hook.wire

@@ -63,7 +63,7 @@ class Choices:
         """Whether `watch` is to be called in this step."""
         return False
 
-    def watch(self, unit: Unit, update: Update) -> None:
+    def watch(self, step: int, unit: Unit, update: Update) -> None:
         """What a unit is about to send."""
 
     def scale(self, factor: float) -> None:
@@ -93,6 +93,13 @@ class Choices:
     def _next(self) -> Mapping[str, Choice]:
         return self._choices
 
+    def hand_over(self, to: "Choices", step: int) -> None:
+        """What is known goes over to the choices for more tensors, after a step."""
+
+    def due(self, step: int) -> bool:
+        """Whether ranks tell each other their numbers after this step."""
+        return False
+
     def state(self) -> list[float]:
         """What the policy knows, the same on all ranks."""
         return []
@@ -111,11 +118,39 @@ class Choices:
         self.check_state(state)
 
 
+class NoChoices(Choices):
+    """While no tensor is known: keeps what is loaded or told for the choices that will be made."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy, {}, {}, ["No tensor is known yet."])
+        self._loaded: list[float] | None = None
+        self._observed: float | None = None
+
+    def hand_over(self, to: Choices, step: int) -> None:
+        if self._loaded is not None:
+            to.load(self._loaded, step)
+        if self._observed is not None:
+            to.observe(self._observed)
+
+    def observe(self, value: float) -> None:
+        self._observed = value
+
+    def settings(self) -> Layerwise:
+        raise ValueError("no tensor is known yet: ask for settings() after the first exchange")
+
+    def state(self) -> list[float]:
+        return list(self._loaded or ())
+
+    def load(self, state: Sequence[float], step: int) -> None:
+        self._loaded = list(state)
+
+
 class PolicyRunner(Choices):
     """Asks a policy before each step and tells it what all ranks have seen after it.
 
     Args:
         chooser: the policy at work.
+        step: that comes first.
         device: where the group's tensors are.
         options: the group and the time limit.
     """
@@ -128,14 +163,15 @@ class PolicyRunner(Choices):
         tensors: Mapping[str, TensorInfo],
         chooser: Chooser,
         journal: Journal,
+        step: int,
         device: torch.device,
         options: Options,
     ) -> None:
         self.chooser, self._journal = chooser, journal
         self._device, self._options = device, options
-        self._step = 0  # that has begun last
+        self._step = step - 1  # that has begun last
         self._reports: tuple[int, GatherNumbers] | None = None  # after the last step, under way
-        first = {name: chooser.choose(tensor, 1) for name, tensor in tensors.items()}
+        first = {name: chooser.choose(tensor, step) for name, tensor in tensors.items()}
         super().__init__(policy, tensors, first)
 
     def begin(self, step: int) -> None:
@@ -153,8 +189,17 @@ class PolicyRunner(Choices):
             reports.handle.wait()
             self.chooser.learn(step, reports.rows)
 
+    def hand_over(self, to: Choices, step: int) -> None:
+        state = self.state()
+        # What a policy knows of each tensor cannot be known of more of them.
+        if len(state) == len(to.state()):
+            to.load(state, step)
+
+    def due(self, step: int) -> bool:
+        return self.chooser.due(step)
+
     def end(self, step: int, measured: Measured) -> None:
-        if self.chooser.due(step):
+        if self.due(step):
             try:
                 numbers: Sequence[float] | Exception = self.chooser.report(measured)
             except Exception as error:
@@ -167,11 +212,11 @@ class PolicyRunner(Choices):
     def watches(self, step: int) -> bool:
         return self.chooser.watches(step)
 
-    def watch(self, unit: Unit, update: Update) -> None:
+    def watch(self, step: int, unit: Unit, update: Update) -> None:
         for name, (lo, hi) in unit.spans():
             if name in self.tensors:
                 residual = None if update.residual is None else update.residual[lo:hi]
-                self.chooser.watch(self.tensors[name], update.tensor[lo:hi], residual)
+                self.chooser.watch(self.tensors[name], step, update.tensor[lo:hi], residual)
 
     def scale(self, factor: float) -> None:
         self.chooser.scale(factor)
@@ -208,6 +253,8 @@ def choices_of(
     *,
     size: int,
     feedback: bool,
+    journal: Journal,
+    step: int,
     device: torch.device,
     options: Options,
 ) -> Choices:
@@ -216,11 +263,11 @@ def choices_of(
     Args:
         size: ranks of the group.
         feedback: whether what is left out is remembered.
+        step: that comes first.
     """
-    journal = Journal()
     by_name = {tensor.name: tensor for tensor in tensors}
     chooser = policy.begin(PolicyContext(tensors, size, feedback, journal))
     if chooser.fixed:
-        chosen = {tensor.name: chooser.choose(tensor, 1) for tensor in tensors}
+        chosen = {tensor.name: chooser.choose(tensor, step) for tensor in tensors}
         return Choices(policy, by_name, chosen, chooser.explain())
-    return PolicyRunner(policy, by_name, chooser, journal, device, options)
+    return PolicyRunner(policy, by_name, chooser, journal, step, device, options)

@@ -20,7 +20,7 @@ def parameter_names(model: nn.Module) -> list[tuple[nn.Parameter, str]]:
     ]
 
 
-def described(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[TensorInfo]:
+def described(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, TensorInfo]:
     """Parameters as policies see them."""
     owners = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}
     last = None
@@ -29,10 +29,12 @@ def described(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list
             p.dim() >= 2 for p in owner.parameters(recurse=False)
         ):
             last = owner
-    return [
-        TensorInfo(name, p.shape, p.dtype, _kind(owners.get(id(p))), owners.get(id(p)) is last)
+    return {
+        name: TensorInfo(
+            name, p.shape, p.dtype, _kind(owners.get(id(p))), owners.get(id(p)) is last
+        )
         for name, p in parameters.items()
-    ]
+    }
 
 
 def _kind(module: nn.Module | None) -> str:

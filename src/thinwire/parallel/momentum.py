@@ -56,13 +56,14 @@ def take_momentum(optimizer: Optimizer, feedback: DGC) -> Callable[[], None]:
 
 
 def _switch_off(optimizer: Optimizer, feedback: DGC) -> None:
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups:  # all are looked at before any is changed
         found = _momentum_of(group)
         if found != (feedback.momentum, feedback.nesterov):
             raise ValueError(
                 f"dgc took over a momentum of {feedback.momentum}, but a parameter group has "
                 f"{group.get('momentum')}: attach anew to change it"
             )
+    for group in optimizer.param_groups:
         if TAKEN not in group or group["momentum"]:
             group[TAKEN] = {key: group[key] for key in _SETTINGS}
         group["momentum"], group["nesterov"], group["weight_decay"] = 0.0, False, 0.0

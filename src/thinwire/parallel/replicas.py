@@ -11,6 +11,8 @@ from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.collectives.transport import Transport
 from thinwire.errors import ReplicaError
 from thinwire.parallel.model import parameter_names
+from thinwire.reducer.exchange import LOOP, Driver
+from thinwire.torch_internals import is_dtensor, is_fsdp1
 
 SHOWN = 5  # names in an error
 
@@ -21,18 +23,31 @@ def check_replicas(
     """Raise `ReplicaError` on all ranks if parameters differ in any bit between them.
 
     Args:
-        model: a module, wrapped in DDP or not. All ranks of the group call this.
+        model: a module, wrapped in DDP or not. All ranks of the group call this. One whose
+            parameters are sharded (FSDP) is refused: ranks hold different shards.
         group: a process group; None is the one of a DDP module, or the default one.
         buffers: compare buffers as well. DDP sends those of rank 0 to the others at the start of
             each forward pass, so between steps they may differ where all is well.
         timeout: seconds to wait for the others.
     """
     named = parameter_names(model)
+    _check_whole(model, named)
     tensors: dict[str, Tensor] = {name: parameter for parameter, name in named}
     if buffers:
         tensors.update(model.named_buffers())
     own = getattr(model, "process_group", None) if group is None else group
     ReplicaCheck(tensors, Options.of(own, timeout=timeout)).start()
+
+
+def _check_whole(model: nn.Module, named: Sequence[tuple[nn.Parameter, str]]) -> None:
+    sharded = next((name for parameter, name in named if is_dtensor(parameter)), None)
+    if sharded is None and not any(map(is_fsdp1, model.modules())):
+        return
+    what = "a FullyShardedDataParallel model" if sharded is None else f"{sharded} is a DTensor"
+    raise TypeError(
+        f"check_replicas compares whole parameters, but {what}: ranks of FSDP hold different "
+        "shards by design, so there are no replicas to compare"
+    )
 
 
 class ReplicaCheck(Exchange):
@@ -42,18 +57,30 @@ class ReplicaCheck(Exchange):
         tensors: by name.
         counts: whether this rank's replica is to be compared. One that has joined early takes no
             more steps and is behind the others.
+        what: the tensors are, "parameters" or "averages".
+        driver: asked whether to take part at all.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], options: Options, counts: bool = True
+        self,
+        tensors: Mapping[str, Tensor],
+        options: Options,
+        counts: bool = True,
+        *,
+        what: str = "parameters",
+        driver: Driver = LOOP,
     ) -> None:
-        what = f"comparison of {len(tensors)} parameters"
+        self._what, self._driver = what, driver
+        what = f"comparison of {len(tensors)} {what}"
         given = list(tensors.values()) or [torch.empty(0)]
         super().__init__("check_replicas", given, options, what=what)
         self._tensors, self._counts = tensors, counts
         words = ",".join(f"{name}:{list(t.shape)}:{t.dtype}" for name, t in tensors.items())
         listed = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
-        self.details = (("parameters", f"{len(tensors)} (names {listed})"),)
+        self.details = ((self._what, f"{len(tensors)} (names {listed})"),)
+
+    def enter(self, transport: Transport) -> None:
+        self._driver.admit()
 
     def prepare(self) -> None:
         digests = b"".join(_digest(tensor) for tensor in self._tensors.values())
@@ -67,7 +94,7 @@ class ReplicaCheck(Exchange):
         there = [i for i, record in enumerate(records) if record.numbers[1]]
         table = [bytes(rows[i].cpu().numpy()) for i in there]
         ranks = [transport.members.ranks[i] for i in there]
-        self._found = _difference(table, list(self._tensors), ranks)
+        self._found = _difference(table, list(self._tensors), ranks, self._what)
 
     def finish(self) -> None:
         if self._found:
@@ -79,8 +106,8 @@ def _digest(tensor: Tensor) -> bytes:
     return hashlib.blake2b(data.numpy().data, digest_size=8).digest()
 
 
-def _difference(table: list[bytes], names: list[str], ranks: Sequence[int]) -> str:
-    """Who differs from most, and in which parameters; nothing if all agree."""
+def _difference(table: list[bytes], names: list[str], ranks: Sequence[int], what: str) -> str:
+    """Who differs from most, and in which tensors; nothing if all agree."""
     if len(set(table)) <= 1:
         return ""
     most = max(set(table), key=lambda row: (table.count(row), -table.index(row)))
@@ -97,9 +124,11 @@ def _difference(table: list[bytes], names: list[str], ranks: Sequence[int]) -> s
         found.append(f"rank {rank} in {', '.join(wrong[:SHOWN])}{more}")
     same = [rank for rank, row in zip(ranks, table, strict=True) if row == most]
     listed = ", ".join(map(str, same))
+    who = f"{'; '.join(found)}, from {'rank' if len(same) == 1 else 'ranks'} {listed}"
+    if what != "parameters":
+        return f"{what} differ between ranks: {who}. All ranks must go on with the same {what}"
     return (
-        f"parameters differ between replicas: {'; '.join(found)}, from "
-        f"{'rank' if len(same) == 1 else 'ranks'} {listed}. Replicas that start alike and apply "
+        f"parameters differ between replicas: {who}. Replicas that start alike and apply "
         "the same averages stay alike: look for different initial weights, seeds or optimizer "
         "states, or parameters changed on one rank only"
     )

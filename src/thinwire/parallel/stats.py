@@ -78,6 +78,11 @@ def stats_of(wire: "Wire", norms: bool = True) -> Stats:
     """What `Wire.stats` returns; norms of residuals take a pass over them."""
     ledger = wire._reducer.ledger
     ledger.fold()
+    left = wire._reducer.states.norms("residual") if norms else {}
+    # What was loaded may not have been sent yet.
+    lines = ledger.lines | {
+        n: Line(numel) for n, (_, numel) in left.items() if n not in ledger.lines
+    }
     tensors: dict[str, TensorStats] = {
         name: {
             "numel": line.numel,
@@ -88,9 +93,9 @@ def stats_of(wire: "Wire", norms: bool = True) -> Stats:
             "compressor": line.compressor,
             "collective": line.collective,
             "relative_error": line.relative_error,
-            "residual_norm": _norm(wire, name) if norms else None,
+            "residual_norm": left[name][0] if name in left else None,
         }
-        for name, line in ledger.lines.items()
+        for name, line in lines.items()
     }
     known = [row["residual_norm"] for row in tensors.values() if row["residual_norm"] is not None]
     bytes_in = sum(line.bytes_in for line in ledger.lines.values())
@@ -121,15 +126,6 @@ def stats_of(wire: "Wire", norms: bool = True) -> Stats:
             for d in wire.decisions
         ],
     }
-
-
-def _norm(wire: "Wire", name: str) -> float | None:
-    """Of what waits to be sent."""
-    states = wire._reducer.states
-    if "residual" not in wire._reducer.feedback.parts or name not in states.names():
-        return None
-    state, _ = states.of_tensor(name)
-    return float(torch.linalg.vector_norm(state["residual"])) if state else 0.0
 
 
 def table_of(stats: Stats, rows: int) -> str:
@@ -190,7 +186,7 @@ def explanation_of(wire: "Wire") -> str:
     if wire.step and total["bytes_sent"]:
         waited = 1e3 * seconds.get("waiting", 0.0) / wire.step
         lines.append(
-            f"In {wire.step} steps each rank sent {show_bytes(total['bytes_sent'])} for gradients "
+            f"In {wire.step} steps each rank sent {show_bytes(total['bytes_sent'])} for tensors "
             f"of {show_bytes(total['bytes_in'])}, and waited {waited:.3g} ms per step for the "
             "network."
         )

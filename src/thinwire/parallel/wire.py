@@ -1,25 +1,31 @@
-"""The wire of one model: what `thinwire.attach` returns, however the model is trained."""
+"""What a wire knows, whoever drives it: the hook of DDP, or a loop of one's own (`Reducer`)."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.compressors import Compressor, LocalCompressor
-from thinwire.feedback import EF14
+from thinwire.feedback import DGC, EF14, NoFeedback, feedback_for
 from thinwire.feedback.base import Update
 from thinwire.kernels import Key
-from thinwire.parallel.choices import Choices
+from thinwire.parallel.choices import Choices, NoChoices, choices_of
+from thinwire.parallel.configuration import Configuration
+from thinwire.parallel.momentum import take_momentum
 from thinwire.parallel.stats import ErrorMeter, Stats, explanation_of, stats_of, table_of
-from thinwire.policies.base import Decision, Policy
+from thinwire.policies.base import Decision, Journal, Policy, TensorInfo
 from thinwire.policies.layerwise import Layerwise
 from thinwire.reducer.unit import Unit
-from thinwire.reducer.units import UNCOMPRESSED, UnitReducer
+from thinwire.reducer.units import UNCOMPRESSED
 
 if TYPE_CHECKING:
     from thinwire.parallel.checkpoint import Checkpoint
 
+log = logging.getLogger("thinwire")
 VERSION = 1  # of `state_dict`
+KEYS = ("step", "scale", "layout", "policy", "reducer")
 Layout = list[list[str]]  # names of the tensors in each bucket, in the order of arrival
 
 
@@ -44,28 +50,30 @@ class GradientHook(Protocol):
 
 
 class Wire:
-    """The connection of a model to the other ranks.
+    """The connection of a model to the other ranks: how tensors are sent, what is remembered of
+    them, what it cost.
+
+    A driver tells it which tensors there are (`_learn_tensors`) and of each step (`_begin_step`,
+    `_end_step`), and starts exchanges with its `_reducer` as an `ExchangeStep`.
 
     Attributes:
-        step: backward passes with an exchange so far.
+        step: backward passes with an exchange so far; calls of `Reducer.average`.
     """
 
-    def __init__(
-        self,
-        reducer: UnitReducer,
-        choices: Choices,
-        parameters: Mapping[str, Tensor],
-        measure_every: int = 0,
-    ) -> None:
+    def __init__(self, configuration: Configuration) -> None:
         self.step = 0
-        self._reducer, self._choices = reducer, choices
-        self._parameters = parameters
-        self._measure_every = measure_every
-        self._meter = ErrorMeter(reducer.ledger)
+        self._configuration = configuration
+        self._reducer = configuration.reducer()
+        self._journal = Journal()
+        self._choices: Choices = NoChoices(configuration.policy_of(()))
+        self._tensors: dict[str, TensorInfo] = {}
+        self._parameters: dict[str, Tensor] = {}  # tensors like them
+        self._meter = ErrorMeter(self._reducer.ledger)
         self._scale = 1.0  # of the loss, and with it of all that is remembered
         self._writers: list[tuple[Scalars, int]] = []
         self._hook: GradientHook | None = None  # set by attach
         self._layout: Layout = []  # of a wire without a hook
+        self._return_momentum: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         state = "detached" if self._hook is None else f"step {self.step}"
@@ -81,6 +89,9 @@ class Wire:
             self._layout = self._hook.layout
             self._hook.detach()
             self._hook = None
+        if self._return_momentum is not None:
+            self._return_momentum()
+            self._return_momentum = None
 
     def stats(self) -> Stats:
         """Bytes, seconds and errors so far, for each tensor and in total; see docs/ddp.md."""
@@ -128,22 +139,76 @@ class Wire:
         """In plain words: what is sent how, why, and what it brings."""
         return explanation_of(self)
 
-    # Called by the hook.
+    # Called by the driver.
 
-    def _begin_step(self, loss_scale: float) -> None:
+    def _take_momentum(self) -> None:
+        """Have the optimizer's momentum act before compression, if that was asked for."""
+        feedback, optimizer = self._configuration.feedback, self._configuration.optimizer
+        if optimizer is not None:
+            assert isinstance(feedback, DGC)
+            self._return_momentum = take_momentum(optimizer, feedback)
+
+    def _learn_tensors(
+        self, tensors: Mapping[str, TensorInfo], parameters: Mapping[str, Tensor]
+    ) -> None:
+        """Choose for these tensors too; what is refused changes nothing.
+
+        Args:
+            tensors: as policies see them.
+            parameters: tensors of the same shapes, types and devices.
+        """
+        configuration, reducer = self._configuration, self._reducer
+        known, like = {**self._tensors, **tensors}, {**self._parameters, **parameters}
+        chosen_for = configuration.chosen_for(known.values())
+        policy = configuration.policy_of(tensor.name for tensor in chosen_for)
+        configuration.check(policy)
+        choices = choices_of(
+            policy,
+            chosen_for,
+            size=dist.get_world_size(reducer.options.group),
+            feedback=not isinstance(feedback_for(policy.main, configuration.feedback), NoFeedback),
+            journal=self._journal,
+            step=self.step + 1,
+            device=next(iter(like.values())).device,
+            options=reducer.options,
+        )
+        self._choices.hand_over(choices, self.step)
+        if not self._tensors:
+            reducer.decide(policy.main)
+        self._choices, self._tensors, self._parameters = choices, known, like
+        self._log_choices(tensors)
+
+    def _log_choices(self, tensors: Iterable[str]) -> None:
+        sizes: dict[str, list[int]] = {}
+        for name in tensors:
+            choice = str(self._choices.compressor_of(name) or "uncompressed")
+            sizes.setdefault(choice, []).append(self._tensors[name].numel)
+        for choice, own in sorted(sizes.items()):
+            log.info("%s: %d tensors, %d elements", choice, len(own), sum(own))
+
+    def _compressor_of(self, name: str) -> Compressor | None:
+        """In this step; None for uncompressed."""
+        return self._choices.compressor_of(name)
+
+    def _begin_step(self) -> None:
         self.step += 1
         self._choices.begin(self.step)
+        scaler = self._configuration.scaler
+        loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
         if loss_scale != self._scale:
             self._reducer.scale(loss_scale / self._scale)
             self._choices.scale(loss_scale / self._scale)
             self._scale = loss_scale
 
-    def _inspect(self, unit: Unit, update: Update, compressor: Compressor, key: Key) -> None:
+    def _inspect(
+        self, step: int, unit: Unit, update: Update, compressor: Compressor, key: Key
+    ) -> None:
         """A unit is about to be sent: show it to the policy, and measure what is left of it."""
-        if self._choices.watches(self.step):
-            self._choices.watch(unit, update)
+        if self._choices.watches(step):
+            self._choices.watch(step, unit, update)
         # Not the first step, which may be special (EF21 sends it uncompressed).
-        due = self._measure_every and (self.step - 2) % self._measure_every == 0
+        every = self._configuration.measure_every
+        due = every and (step - 2) % every == 0
         # Only all ranks together know what a joint compressor leaves.
         if due and compressor is not UNCOMPRESSED and isinstance(compressor, LocalCompressor):
             self._meter.measure(unit, update, compressor, key)
@@ -195,7 +260,9 @@ class Wire:
                 (the same on every rank). Each rank then goes on with the mean of what they
                 remembered, so that what is yet to be sent stays the same for the average.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = [state] if isinstance(state, Mapping) else state
+        if not isinstance(states, Sequence) or not all(isinstance(s, Mapping) for s in states):
+            raise TypeError(f"expected the state of a wire, got a {type(state).__name__}")
         if not states:
             raise ValueError("no state to load")
         for one in states:
@@ -203,6 +270,9 @@ class Wire:
                 raise ValueError(
                     f"not the state of a wire of this version: version {one.get('version')!r}"
                 )
+            missing = [key for key in KEYS if key not in one]
+            if missing:
+                raise ValueError(f"not the state of a wire: there is no {missing[0]!r} in it")
         first = states[0]
         layout = self._read_layout(first)  # refuses what does not fit before anything changes
         self._reducer.load_state_dict(

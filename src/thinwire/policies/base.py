@@ -5,7 +5,7 @@ from its settings, and from numbers of all ranks, which reach it in the same ord
 nothing else can differ between ranks, so its choices cannot.
 
     choose(tensor, step)       before a step, for each tensor
-    watch(tensor, x, r)        in steps that it wants to see, what a tensor is about to send
+    watch(tensor, step, x, r)  in steps that it wants to see, what a tensor is about to send
     report(measured)           after a step: numbers of this rank, always as many
     learn(step, rows)          before the next step: those of all ranks
 """
@@ -156,9 +156,9 @@ class Chooser(ABC):
         """Whether it wants to see tensors in this step."""
         return False
 
-    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
-        """What a tensor is about to send: the gradient, and what was left out before, both flat.
-        Called by the thread that exchanges."""
+    def watch(self, tensor: TensorInfo, step: int, x: Tensor, residual: Tensor | None) -> None:
+        """What a tensor is about to send in a step that it `watches`: the gradient, and what was
+        left out before, both flat. Called by the thread that exchanges."""
 
     def report(self, measured: Measured) -> list[float]:
         """What this rank has to say after a step."""
@@ -204,8 +204,8 @@ class Around(Chooser):
     def watches(self, step: int) -> bool:
         return self.inner.watches(step)
 
-    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
-        self.inner.watch(tensor, x, residual)
+    def watch(self, tensor: TensorInfo, step: int, x: Tensor, residual: Tensor | None) -> None:
+        self.inner.watch(tensor, step, x, residual)
 
     def report(self, measured: Measured) -> list[float]:
         return self.inner.report(measured)
@@ -254,8 +254,10 @@ class Shared(Chooser):
     def watches(self, step: int) -> bool:
         return any(chooser.watches(step) for chooser in self._all)
 
-    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
-        self._of[tensor.name].watch(tensor, x, residual)
+    def watch(self, tensor: TensorInfo, step: int, x: Tensor, residual: Tensor | None) -> None:
+        chooser = self._of[tensor.name]
+        if chooser.watches(step):  # and not only one of the others
+            chooser.watch(tensor, step, x, residual)
 
     def report(self, measured: Measured) -> list[float]:
         return [number for chooser in self._all for number in chooser.report(measured)]

@@ -113,7 +113,7 @@ class _Levels(Chooser):
     def due(self, step: int) -> bool:
         return step <= FIRST or step % self._policy.every == 0
 
-    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
+    def watch(self, tensor: TensorInfo, step: int, x: Tensor, residual: Tensor | None) -> None:
         at = self._place[tensor.name]
         sample = _some(x).float()
         if residual is not None:

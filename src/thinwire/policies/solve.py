@@ -135,7 +135,7 @@ class Solving(Chooser):
     def due(self, step: int) -> bool:
         return self.watches(step)
 
-    def watch(self, tensor: TensorInfo, x: Tensor, residual: Tensor | None) -> None:
+    def watch(self, tensor: TensorInfo, step: int, x: Tensor, residual: Tensor | None) -> None:
         at = self._place[tensor.name]
         values = x.float() if residual is None else x + residual
         # Some scale what they send where nothing is remembered.

@@ -1,5 +1,5 @@
-"""Averaging named tensors over a group, with what has to be remembered."""
+"""Averaging units of named tensors over a group, with what has to be remembered.
 
-from thinwire.reducer.reducer import Reducer
-
-__all__ = ["Reducer"]
+Everything that averages tensors drives a `UnitReducer`; users meet it as `thinwire.Reducer` and
+`thinwire.attach`.
+"""

@@ -1,8 +1,7 @@
 """The feedback state of a reducer: by unit while training goes on, by tensor in checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -59,13 +58,19 @@ class UnitState:
             and all(vector.device == first.device for vector in self.vectors.values())
         )
 
-    def of_tensor(self, name: str) -> TensorState:
-        """A copy of what is remembered of one tensor."""
+    def by_tensor(self, *parts: str) -> dict[str, TensorState]:
+        """What is remembered of each tensor, not to be written to; all parts if none is named.
+
+        Each vector is read once, whatever the number of tensors: it may have to be decoded.
+        """
         self.wait_until_idle()
-        lo, hi = list(pairwise([0, *accumulate(self.sizes)]))[self.names.index(name)]
-        if self.fresh:
-            return {}
-        return {part: vector.read()[lo:hi].clone() for part, vector in self.vectors.items()}
+        found: dict[str, TensorState] = {name: {} for name in self.names}
+        if not self.fresh:
+            for part in parts or self.vectors:
+                pieces = torch.split(self.vectors[part].read(), list(self.sizes))
+                for state, piece in zip(found.values(), pieces, strict=True):
+                    state[part] = piece
+        return found
 
 
 @dataclass
@@ -90,7 +95,7 @@ class FeedbackStates:
             and all(self._by_name.get(name) is found for name in unit.names)
         ):
             return found
-        known = {name: self.of_tensor(name) for name in unit.names}
+        known = self.of_tensors(unit.names)
         first = unit.pieces[0]
         numel = sum(unit.sizes)
         vectors = self.feedback.new_state(numel, first.dtype, first.device)
@@ -114,13 +119,39 @@ class FeedbackStates:
     def names(self) -> list[str]:
         return [*self._by_name, *self._loaded]
 
-    def of_tensor(self, name: str) -> tuple[TensorState, int]:
-        """A copy of what is remembered of a tensor, and its number of steps."""
-        if name in self._by_name:
-            found = self._by_name[name]
-            return found.of_tensor(name), found.steps
-        state, steps = self._loaded.get(name, ({}, 0))
-        return {part: values.clone() for part, values in state.items()}, steps
+    def of_tensors(self, names: Iterable[str], *parts: str) -> dict[str, tuple[TensorState, int]]:
+        """What is remembered of tensors, not to be written to, and their numbers of steps; all
+        parts if none is named."""
+        read: dict[int, dict[str, TensorState]] = {}  # by unit
+        found = {}
+        for name in names:
+            unit = self._by_name.get(name)
+            if unit is None:
+                state, steps = self._loaded.get(name, ({}, 0))
+                wanted = {part: state[part] for part in parts or state if part in state}
+            else:
+                steps = unit.steps
+                if id(unit) not in read:
+                    read[id(unit)] = unit.by_tensor(*parts)
+                wanted = read[id(unit)][name]
+            found[name] = wanted, steps
+        return found
+
+    def norms(self, part: str) -> dict[str, tuple[float, int]]:
+        """The norm of one part of each tensor's state, 0 if nothing is remembered yet, and the
+        number of its elements."""
+        if part not in self.feedback.parts:
+            return {}
+        found = {
+            name: (0.0, numel)
+            for unit in self._by_name.values()
+            for name, numel in zip(unit.names, unit.sizes, strict=True)
+        }
+        for name, (state, _) in self.of_tensors(self.names(), part).items():
+            if part in state:
+                norm = float(torch.linalg.vector_norm(state[part]))
+                found[name] = norm, state[part].numel()
+        return found
 
     def load(self, states: Mapping[str, tuple[TensorState, int]]) -> None:
         """Forget all, and remember this when the tensors come."""

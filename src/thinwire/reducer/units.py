@@ -43,7 +43,7 @@ class UnitReducer:
     """Averages units over a group, and keeps their feedback state.
 
     Args:
-        compressor: for exchanges that name no other.
+        compressor: for exchanges that name no other; None for one that `decide` will name.
         feedback: what is remembered; "auto" is what suits each compressor.
         options: the group, the collective and the limits.
         seed: for compressors that draw random numbers; the same on all ranks.
@@ -51,27 +51,24 @@ class UnitReducer:
 
     def __init__(
         self,
-        compressor: Compressor | str,
+        compressor: Compressor | str | None,
         feedback: Feedback | str,
         options: Options,
         seed: int = 0,
     ) -> None:
-        self.compressor = compressor_of(compressor)
+        given = None if compressor is None else compressor_of(compressor)
         self._auto = isinstance(feedback, str) and feedback.strip().lower() == "auto"
-        if self._auto:
-            natural = (
-                self.compressor.feedback if isinstance(self.compressor, JointCompressor) else "ef14"
-            )
-            self.feedback: Feedback = parse_feedback(natural)
+        if isinstance(feedback, Feedback):
+            self.feedback = feedback
         else:
-            self.feedback = feedback if isinstance(feedback, Feedback) else parse_feedback(feedback)
+            self.feedback = parse_feedback("ef14" if self._auto else feedback)
         Key(seed=seed).checked()  # refused here and now
-        options.check(self.compressor)
-        if options.nodes is not None and dist.is_initialized():
-            check_nodes(self.feedback, options.nodes.layout(process_group(options.group)))
         self.options, self.seed = options, seed
         self.ledger = Ledger()
         self.states = FeedbackStates(self.feedback)
+        self.compressor: Compressor = UNCOMPRESSED
+        if given is not None:
+            self.decide(given)
         self.recalled: Recalled = {}  # the same on all ranks
         self.counts: dict[str, int] = {}  # exchanges begun, by the name of their first tensor
         self._buffers = ScratchBuffers()
@@ -80,6 +77,21 @@ class UnitReducer:
     def __repr__(self) -> str:
         feedback = feedback_for(self.compressor, "auto" if self._auto else self.feedback)
         return f"Reducer({str(self.compressor)!r}, feedback={str(feedback)!r})"
+
+    def decide(self, compressor: Compressor) -> None:
+        """Average with this, unless an exchange names another; nothing has been sent yet."""
+        feedback = self.feedback
+        if self._auto and isinstance(compressor, JointCompressor):
+            feedback = parse_feedback(compressor.feedback)
+        if feedback != self.feedback and self.states.names():
+            own = str(self.feedback)
+            raise ValueError(f"the state is that of feedback {own!r}, this is {str(feedback)!r}")
+        self.options.check(compressor)
+        nodes, group = self.options.nodes, self.options.group
+        if nodes is not None and dist.is_initialized():
+            check_nodes(feedback, nodes.layout(process_group(group)))
+        self.compressor, self.feedback = compressor, feedback
+        self.states.feedback = feedback
 
     def start(
         self,
@@ -172,9 +184,8 @@ class UnitReducer:
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers; tensors and plain values only."""
         tensors = {
-            name: {"steps": steps, **state}
-            for name in self.states.names()
-            for state, steps in [self.states.of_tensor(name)]
+            name: {"steps": steps, **{part: values.clone() for part, values in state.items()}}
+            for name, (state, steps) in self.states.of_tensors(self.states.names()).items()
         }
         if self._last_joint is not None:
             self._last_joint.wait_until_ended()
