@@ -141,6 +141,10 @@ class Code(ABC):
     def sections(self, extent: Extent) -> list[Section]:
         """The sections, this code's own before those of nested codes."""
 
+    def section_bytes(self, extent: Extent) -> int:
+        """The length of all sections."""
+        return sum(section.num_bytes for section in self.sections(extent))
+
     def scratch_bytes(self, extent: Extent) -> int:
         """Most memory that `open` and `add` take, those of nested codes included.
 

@@ -15,12 +15,11 @@ from thinwire import kernels
 from thinwire.errors import FrameError
 from thinwire.formatting import read_bytes, show_bytes
 from thinwire.frames.code import Extent, Section, as_bytes
-from thinwire.frames.header import ALIGNMENT, CHECKSUM, Header, read_header
+from thinwire.frames.header import ALIGNMENT, CHECKSUM, LONGEST_HEADER, Header, read_header
 from thinwire.frames.payload import Payload
 from thinwire.frames.values import NonFinite
 
 MAX_NUMEL = 1 << 32
-LONGEST_HEADER = 512
 
 # What decoding may take where the caller says nothing: so much for any frame (one that says "not
 # finite" is 24 bytes long whatever its tensor), more for longer ones, but never above the last.
@@ -111,6 +110,15 @@ def decode(
 ) -> Tensor:
     """The tensor in a frame; nothing else is needed. Limits and errors are those of `unpack`."""
     return unpack(frame, max_numel=max_numel, max_bytes=max_bytes).restore()
+
+
+def longest_frame(extent: Extent) -> int:
+    """No compressor makes a longer frame of such a tensor, whichever it is.
+
+    The longest are those of `Tiered`: all elements twice, and a bitmap or two.
+    """
+    width = max(extent.dtype.itemsize, extent.real.itemsize)
+    return LONGEST_HEADER + 4096 + 4 * width * extent.numel
 
 
 def _default_limit(length: int, extent: Extent, expected: bool) -> int:

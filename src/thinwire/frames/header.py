@@ -20,6 +20,7 @@ MOST_DIMENSIONS = 16
 MOST_NUMEL = 1 << 59  # of eight bytes each, what 64-bit integers can count
 MOST_DEPTH = 12  # what chains and Tiered can nest to
 ALIGNMENT = 8
+LONGEST_HEADER = 512
 
 DTYPES = {
     torch.float32: 1,

@@ -134,6 +134,11 @@ class Sparse(Scattered):
         return decoded
 
 
+def max_position_bytes(count: int, numel: int) -> int:
+    """The longest section that `write_positions` makes of so many positions."""
+    return min(Section(plain_dtype(numel), count).num_bytes, 8 * -(-numel // 64))
+
+
 def write_positions(positions: Tensor, numel: int) -> tuple[dict[str, int], Tensor]:
     """Positions in their smallest form: the parameters of `Sparse`, and the section."""
     count = positions.numel()
