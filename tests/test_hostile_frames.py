@@ -188,8 +188,7 @@ def records(value: int, inner: Code) -> dict[int, list[Code]]:
 
 
 INNER = [
-    *(Raw(), Pairs(0), Uniform(0, 1, 0), Elias(1, 0, 1, 1), Zipped(ZLIB, (8,), Raw())),
-    *(Sparse(4, BITMAP, 0, 0, Raw()), Seeded(4, 0, *KEY, Raw()), Overlay(Raw(), Raw())),
+    *(Raw(), Elias(1, 0, 1, 1), Sparse(4, BITMAP, 0, 0, Raw()), Overlay(Raw(), Raw())),
     Zipped(ZSTD, (8, 8), Zipped(ZSTD, (8, 8), Pairs(0))),
 ]
 
@@ -204,7 +203,7 @@ def filled(code: Code, dtype: torch.dtype, shape: list[int], fill: int) -> torch
 @pytest.mark.parametrize("number", CODES)
 def test_parameters_at_their_limits(number, value):
     """Every code is read or refused, with zeros and NaN for scales, in tensors of all sizes."""
-    shapes = [[4], [1], [1 << 20], [1 << 32], [2, 1 << 63], [0]]
+    shapes = [[4], [1 << 14], [1 << 32], [2, 1 << 63], [0]]
     with memory_limit(SMALL * 4):
         for inner, shape in itertools.product(INNER if number in NESTING else [Raw()], shapes):
             for code in records(value, inner)[number]:
