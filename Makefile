@@ -5,7 +5,7 @@ STAMP := $(VENV)/.stamp
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-thorough test-torch check format demo bench bench-network bench-training bench-methods bench-policies bench-compare clean clean-kernels
+.PHONY: help setup test test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-policies bench-compare clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,8 +28,11 @@ test: setup  ## Run the tests
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
 test-thorough: setup  ## A thousand examples of every property, a million damaged frames (20 minutes)
-	$(VENV)/bin/python benchmarks/fuzz.py
+	$(VENV)/bin/python benchmarks/fuzz.py --frames 1000000
 	$(VENV)/bin/python -m pytest -v -m hypothesis --hypothesis-profile=thorough
+
+fuzz: setup  ## Ten million damaged and hostile frames, always the same ones (an hour)
+	$(VENV)/bin/python benchmarks/fuzz.py
 
 # What depends on torch, on another release of it: torch's own wheels for that release, so that on
 # Linux some gigabytes come along. constraints.txt, which names one release, has no say here.

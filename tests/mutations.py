@@ -1,14 +1,16 @@
-"""Damaged and hostile frames: valid ones, changed at random, with the checksum mostly repaired.
+"""Damaged and hostile frames, the checksum mostly right: valid ones changed at random, and trees of
+codes with numbers that no writer uses.
 
-Shared by test_frames.py and benchmarks/fuzz.py.
+Shared by test_frames.py, test_hostile_frames.py and benchmarks/fuzz.py.
 """
 
 import contextlib
+import dataclasses
 import random
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +20,12 @@ from torch import Tensor
 import thinwire as tw
 from thinwire.frames.code import Code, Extent, as_bytes
 from thinwire.frames.frame import _checksum, _order
-from thinwire.frames.header import CHECKSUM, DTYPES, header_bytes, read_header
+from thinwire.frames.header import CHECKSUM, CODES, DTYPES, header_bytes, read_header
+from thinwire.frames.positions import Overlay, Seeded, Sparse
+from thinwire.frames.zipped import Zipped
 
+F32 = torch.float32
+NESTING = {kind.id for kind in (Sparse, Seeded, Overlay, Zipped)}
 MAX_NUMEL = 1 << 20
 LONGEST = 1 << 16  # bytes that a mutation makes a frame at most
 # Room for a tensor of MAX_NUMEL float64 many times over, and for the stacks and arenas of threads.
@@ -134,21 +140,83 @@ def _realign(data: bytes) -> bytes:
     return data[:at] + bytes(-len(data) % 8) + data[at:]
 
 
-def _fit(rng: random.Random, data: bytes) -> bytes:
-    """A body of the length that the header now implies, so that the content gets read."""
+def implied(data: bytes) -> int:
+    """The length of the frame that a header implies; 0 if that is none worth making."""
     try:
         header = read_header(data[:512], MAX_NUMEL)
         layout = header.code.sections(Extent(header.dtype, header.shape.numel()))
         size = header.length + sum(section.num_bytes for section in layout)
     except (tw.FrameError, ZeroDivisionError, KeyError):
-        return data
-    if size > LONGEST:
-        return data
+        return 0
+    return size if size <= LONGEST else 0
+
+
+def _fit(rng: random.Random, data: bytes) -> bytes:
+    """A body of the length that the header now implies, so that the content gets read."""
+    size = implied(data) or len(data)
+    return data[:size] + rng.randbytes(max(0, size - len(data)))
+
+
+def claim(head: bytes, fill: int) -> Tensor:
+    """A frame of this header, with a right checksum and one byte repeated for its body."""
+    return seal(head + bytes([fill]) * max(0, implied(head) - len(head)))
+
+
+NUMBERS = [
+    *(0, 1, 2, 3, 4, 7, 8, 9, 16, 63, 64, 127, 128, 255, 256, 1100, 4096, 1 << 20, 1 << 31),
+    *(1 << 32, (1 << 32) + 1, 1 << 48, (1 << 63) - 8, 1 << 63, (1 << 64) - 8, (1 << 64) - 1),
+]
+
+
+def _number(rng: random.Random, numel: int) -> int:
+    """A parameter: mostly one that makes sense, else one at a limit."""
+    if rng.random() < 0.75:
+        return rng.choice([0, 1, 2, 4, 7, 8, numel // 2, max(0, numel - 1), numel])
+    return rng.choice(NUMBERS)
+
+
+def _tree(rng: random.Random, numel: int, depth: int) -> Code:
+    """A code with parameters and nested codes at random."""
+    kinds = [CODES[number] for number in CODES if depth > 1 or number not in NESTING]
+    kind = rng.choice(kinds)
+    if kind is Zipped:
+        inner = _tree(rng, numel, depth - 1)
+        try:
+            plain = [section.num_bytes for section in inner.sections(Extent(F32, numel))]
+        except (ZeroDivisionError, KeyError):
+            plain = [8]
+        sizes = [rng.choice([size, size, size // 2, _number(rng, numel)]) for size in plain[:16]]
+        return Zipped(rng.choice([1, 2, 2, 9]), tuple(min(s, NUMBERS[-1]) for s in sizes), inner)
+    given: list[Any] = []
+    few = numel
+    for field in dataclasses.fields(kind):
+        if field.type in ("Code", Code):
+            given.append(_tree(rng, few, depth - 1))
+            continue
+        given.append(_number(rng, numel))
+        few = min(numel, given[-1]) if field.name == "count" else few
+    return kind(*given)
+
+
+def invent(rng: random.Random, frames: list[bytes]) -> bytes:
+    """A frame made up from codes in any order and depth, with a body of some valid one."""
+    numel = rng.choice([1, 4, 9, 64, 100, 1000, rng.choice(NUMBERS)])
+    shape = rng.choice([[numel], [numel], [1, numel, 1], [numel, rng.choice(NUMBERS)]])
+    dtype = rng.choice([F32, F32, torch.float64, torch.float16, rng.choice(list(DTYPES))])
+    code = _tree(rng, numel, rng.choice([1, 2, 2, 3, 4, 13]))
+    head = header_bytes(code, dtype, shape, rng.random() < 0.2, 0)  # type: ignore[arg-type]
+    size = implied(head) or len(head) + 64
+    body = rng.choice(
+        [b"", rng.choice(frames)[32:], bytes([rng.choice([0, 1, 0x7F, 0xFF])]) * size]
+    )
+    data = head + body
     return data[:size] + rng.randbytes(max(0, size - len(data)))
 
 
 def mutate(rng: random.Random, frames: list[bytes]) -> Tensor:
-    """A frame that is probably not valid any more."""
+    """A frame that is probably not valid, most of them damaged, some invented."""
+    if rng.random() < 0.15:
+        return seal(invent(rng, frames)[:LONGEST])
     data, other = rng.choice(frames), rng.choice(frames)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         if data:

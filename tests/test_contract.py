@@ -16,6 +16,7 @@ from tensors import FLOATS, INTEGERS, Case, bits, cases, content, lay, normal, r
 
 import thinwire as tw
 from thinwire.compressors import JointCompressor, SparseCompressor
+from thinwire.frames import longest_frame
 from thinwire.frames.header import header_bytes
 
 KEY = tw.Key(seed=7, step=11, tensor=13)
@@ -135,6 +136,7 @@ def packs(row, case):
     payload = c.encode(x, key=KEY)
     frame = tw.pack(payload)
     assert payload.num_bytes == frame.numel()
+    assert frame.numel() <= c.max_payload_bytes(x.numel(), x.dtype) <= longest_frame(payload.extent)
     decoded = c.decode(payload)
     assert (decoded.shape, decoded.dtype) == (x.shape, x.dtype)
     assert same(tw.decode(frame), decoded)

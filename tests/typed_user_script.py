@@ -48,6 +48,7 @@ def compressors(gradient: Tensor, residual: Tensor) -> None:
     try:
         assert_type(tw.unpack(frame, max_numel=1000), tw.Payload)
         assert_type(tw.decode(frame), Tensor)
+        assert_type(tw.decode(frame, max_numel=1000, max_bytes="1MiB"), Tensor)
     except tw.FrameError as error:
         print(error)
 

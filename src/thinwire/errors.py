@@ -53,7 +53,8 @@ class MissingExtraError(ThinwireError, ImportError):
 
 
 class PeerError(ThinwireError, ConnectionError):
-    """Another rank died, did not answer in time, or could not go on; the message says which.
+    """Another rank died, did not answer in time, could not go on, or announced what cannot be; the
+    message says which.
 
     Tensors and residuals are as before the call. After a death or a timeout the group's connections
     are closed and later calls raise this at once: make a new process group to go on.

@@ -9,7 +9,7 @@ from thinwire.collectives.channel import place_of
 from thinwire.collectives.exchange import Exchange, describe, describe_all
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import guard
-from thinwire.collectives.message import bundle, unbundle
+from thinwire.collectives.message import LENGTH, bundle, max_message_bytes, unbundle
 from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.collectives.reduction import FlatTensors, Reduction
 from thinwire.collectives.transport import Transport
@@ -112,10 +112,12 @@ class AllGather(Exchange):
         self._message = bundle([self._payload])
 
     def exchange(self, transport: Transport) -> None:
-        records = transport.meet([self._message.numel()])
-        messages = transport.gather(self._message, [record.numbers[0] for record in records])
+        lengths = [record.numbers[0] for record in transport.meet([self._message.numel()])]
+        extents = [Extent(place.dtype, place.numel()) for place in self._places]
+        most = [max_message_bytes([extent], self._compressor) for extent in extents]
+        transport.checked(LENGTH, lengths, most)
+        messages = transport.gather(self._message, lengths)
         with transport.clock("decode"):
-            extents = [Extent(place.dtype, place.numel()) for place in self._places]
             self._received = [
                 unbundle(m, [extent], self._compressor.fingerprint)[0]
                 for m, extent in zip(messages, extents, strict=True)
@@ -197,8 +199,10 @@ class Broadcast(Exchange):
 
     def exchange(self, transport: Transport) -> None:
         records = transport.meet([0 if self._message is None else self._message.numel()])
-        length = records[self._root].numbers[0]
-        message = transport.broadcast(self._message, length, self._root)
+        lengths = [record.numbers[0] for record in records]
+        most = max_message_bytes([self._part.extent], self._compressor)
+        transport.checked(LENGTH, lengths, most)
+        message = transport.broadcast(self._message, lengths[self._root], self._root)
         with transport.clock("decode"):
             fingerprint = self._compressor.fingerprint
             (self._received,) = unbundle(message, [self._part.extent], fingerprint)

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.algorithm import PayloadAlgorithm
-from thinwire.collectives.memory import rounds_for
-from thinwire.collectives.message import bundle, unbundle
+from thinwire.collectives.memory import MOST_ROUNDS, rounds_for
+from thinwire.collectives.message import LENGTH, bundle, max_message_bytes, unbundle
 from thinwire.collectives.reduction import Part
 from thinwire.collectives.transport import Record, Transport
 from thinwire.frames import Payload
 from thinwire.frames.payload import add_all
+
+ROUNDS = "a number of rounds"
 
 
 @dataclass
@@ -47,14 +49,16 @@ class Gather(PayloadAlgorithm):
         self._sums: list[tuple[Part, Payload, Tensor]] = []
 
     def exchange(self, transport: Transport) -> None:
-        records = self._announce(transport, self._first, self.reduction.max_bytes)
+        # Who goes in other rounds has a longer or shorter slice: at most the whole.
+        whole = self.reduction.parts
+        records = self._announce(transport, self._first, self.reduction.max_bytes, whole)
         agreed = self._agree(transport, records)
         if any(record.numbers[2] != agreed for record in records):
             self._rounds = agreed
             del self._first  # what did not fit
             with transport.preparing():
                 self._first = self._draft(0)
-            records = self._announce(transport, self._first, None)
+            records = self._announce(transport, self._first, None, self._first.parts)
         if self._at_once:
             self._received = self._receive(transport, self._first, records)
             self.finite = not any(record.numbers[1] for record in records)
@@ -88,8 +92,14 @@ class Gather(PayloadAlgorithm):
     def _stretch(self, part: Part, number: int) -> Part:
         return part if self._rounds == 1 else part.shard(number, self._rounds)
 
-    def _announce(self, transport: Transport, own: _Slice, limit: int | None) -> list[Record]:
-        return transport.meet([own.message.numel(), own.non_finite, self._rounds, limit or 0])
+    def _announce(
+        self, transport: Transport, own: _Slice, limit: int | None, longest: list[Part]
+    ) -> list[Record]:
+        records = transport.meet([own.message.numel(), own.non_finite, self._rounds, limit or 0])
+        most = max_message_bytes([part.extent for part in longest], self.compressor)
+        transport.checked(LENGTH, [record.numbers[0] for record in records], most)
+        transport.checked(ROUNDS, [record.numbers[2] for record in records], MOST_ROUNDS, 1)
+        return records
 
     def _agree(self, transport: Transport, records: list[Record]) -> int:
         """The number of rounds that satisfies everybody, now that real lengths are known."""
@@ -98,7 +108,9 @@ class Gather(PayloadAlgorithm):
             with transport.preparing():
                 frame = max(record.numbers[0] * record.numbers[2] for record in records)
                 own = rounds_for(self.reduction, self.size, frame)
-            wanted += [record.numbers[0] for record in transport.meet([own])]
+            again = [record.numbers[0] for record in transport.meet([own])]
+            transport.checked(ROUNDS, again, MOST_ROUNDS, 1)
+            wanted += again
         return max(wanted)
 
     def _receive(
@@ -116,7 +128,7 @@ class Gather(PayloadAlgorithm):
             if number:
                 with transport.preparing():
                     own = self._draft(number)
-                records = self._announce(transport, own, None)
+                records = self._announce(transport, own, None, own.parts)
             self.finite = self.finite and not any(record.numbers[1] for record in records)
             received = self._receive(transport, own, records)
             own.message = own.message[:0]

@@ -37,16 +37,19 @@ from thinwire.collectives.memory import (
     largest,
     refusal,
 )
-from thinwire.collectives.message import bundle, unbundle
+from thinwire.collectives.message import LENGTH, bundle, bundled_bytes, unbundle
 from thinwire.collectives.nodes import NodeLayout
 from thinwire.collectives.reduction import Part, Reduction
 from thinwire.collectives.transport import SubgroupTransport, Transport
-from thinwire.collectives.twoshot import settle_shards, sum_shards
-from thinwire.compressors import SparseCompressor
+from thinwire.collectives.twoshot import max_shard_bytes, settle_shards, sum_shards
+from thinwire.compressors import LocalCompressor, SparseCompressor
 from thinwire.compressors.base import narrow
 from thinwire.compressors.sparsifiers import Selection, encode_selection, raw_values
 from thinwire.errors import MismatchError, PeerError
 from thinwire.frames import Payload
+from thinwire.frames.code import Extent
+from thinwire.frames.header import LONGEST_HEADER
+from thinwire.frames.positions import max_position_bytes
 
 FEW = 4  # one in so many elements: below that, single elements are the shorter form
 
@@ -111,6 +114,8 @@ class Hierarchical(PayloadAlgorithm):
         self.finite = not any(record.numbers[0] for record in records)
         if not self.finite:
             return False
+        most = max(max_shard_bytes(self._shards, self._inner))
+        transport.checked_words(LENGTH, records, [most] * self.size)
         lengths = [records[place].words[self.rank] for place in self._node]
         received = self._swap(transport, self._messages, lengths)
         self._messages = []
@@ -169,6 +174,8 @@ class Hierarchical(PayloadAlgorithm):
         self.finite = not any(record.numbers[0] for record in records)
         if not self.finite:
             return False
+        most = max(_max_result_bytes(shard, self._inner) for shard in self._shards)
+        transport.checked(LENGTH, [record.numbers[1] for record in records], most)
         lengths = [records[place].numbers[1] for place in self._node]
         lengths[self._place] = 0
         others = [self._nothing if j == self._place else message for j in range(len(self._node))]
@@ -197,7 +204,7 @@ class Hierarchical(PayloadAlgorithm):
         x = part.x
         if isinstance(self.compressor, SparseCompressor) and x.numel():
             there = x.nonzero().flatten()
-            if FEW * there.numel() <= x.numel():
+            if there.numel() <= x.numel() // FEW:
                 return _single_elements(there, part, self._inner.fingerprint)
         return self._inner.draft(x)
 
@@ -251,6 +258,17 @@ def _single_elements(there: Tensor, part: Part, fingerprint: int) -> Payload:
     code, sections, known = encoded
     shape, device = part.x.shape, part.x.device
     return Payload(code, part.x.dtype, shape, sections, device, False, fingerprint, known)
+
+
+def _max_result_bytes(shard: list[Part], inner: LocalCompressor) -> int:
+    """The longest message of a shard's results: through the inner compressor or as few elements."""
+
+    def longest(extent: Extent) -> int:
+        few = extent.numel // FEW
+        single = max_position_bytes(few, extent.numel) + few * extent.dtype.itemsize
+        return max(inner.max_payload_bytes(extent.numel, extent.dtype), LONGEST_HEADER + single)
+
+    return bundled_bytes([longest(part.extent) for part in shard])
 
 
 def between(reduction: Reduction, nodes: NodeLayout) -> str:

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.compressors import LocalCompressor
 from thinwire.errors import FrameError
 from thinwire.frames import Payload, pack, unpack
 from thinwire.frames.code import Extent
 
 ALIGNMENT = 64
+LENGTH = "a message of so many bytes"
 
 
 def aligned(length: int) -> int:
@@ -44,6 +46,16 @@ def bundle(payloads: Sequence[Payload]) -> Tensor:
     table = torch.tensor([f.numel() for f in frames], dtype=torch.int64).view(torch.uint8)
     pieces = [table.to(device), *frames]
     return torch.cat([padded(piece, aligned(piece.numel())) for piece in pieces])
+
+
+def max_message_bytes(extents: Sequence[Extent], compressor: LocalCompressor) -> int:
+    """The longest message that `bundle` makes of payloads of this compressor."""
+    return bundled_bytes([compressor.max_payload_bytes(e.numel, e.dtype) for e in extents])
+
+
+def bundled_bytes(lengths: Sequence[int]) -> int:
+    """The length of a message with frames of these lengths."""
+    return lengths[0] if len(lengths) == 1 else sum(map(aligned, [8 * len(lengths), *lengths]))
 
 
 def unbundle(message: Tensor, extents: Sequence[Extent], fingerprint: int) -> list[Payload]:

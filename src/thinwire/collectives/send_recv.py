@@ -12,13 +12,14 @@ from thinwire.collectives.allreduce import check_writable
 from thinwire.collectives.channel import Pair, place_of, process_group
 from thinwire.collectives.exchange import Exchange, describe
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.message import bundle
+from thinwire.collectives.message import LENGTH, bundle
 from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.collectives.reduction import FlatTensors
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor, LocalCompressor, local_of
 from thinwire.errors import FrameError
-from thinwire.frames import unpack
+from thinwire.frames import longest_frame, unpack
+from thinwire.frames.code import Extent
 from thinwire.kernels import Key
 
 NAME = "send and recv"
@@ -141,7 +142,7 @@ class Send(Exchange):
         self.handle.account.finite = not self._payload.non_finite
 
     def exchange(self, transport: Transport) -> None:
-        transport.meet([self._message.numel()])
+        _checked_length(transport, self._message.numel(), self._payload.extent)
         transport.swap([self._message[:0], self._message], [0, 0])
 
     def finish(self) -> None:
@@ -164,7 +165,8 @@ class Receive(Exchange):
         self.handle.account.collective = "recv"
 
     def exchange(self, transport: Transport) -> None:
-        length = transport.meet()[SENDER].numbers[0]
+        extent = Extent(self._tensor.dtype, self._tensor.numel())
+        length = _checked_length(transport, 0, extent)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         message = transport.swap([nothing, nothing], [length, 0])[SENDER]
         tensor = self._tensor
@@ -180,6 +182,13 @@ class Receive(Exchange):
 
     def finish(self) -> None:
         self._payload.restore(self._tensor)
+
+
+def _checked_length(transport: Transport, own: int, extent: Extent) -> int:
+    """The length of the sender's message; the receiver does not know the compressor."""
+    lengths = [record.numbers[0] for record in transport.meet([own])]
+    transport.checked(LENGTH, lengths, longest_frame(extent))
+    return lengths[SENDER]
 
 
 def _places(tensor: Tensor, peer: int, tag: int, options: Options) -> tuple[int, int]:

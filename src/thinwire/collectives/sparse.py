@@ -21,13 +21,14 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.collectives.algorithm import Algorithm
 from thinwire.collectives.memory import check_real
-from thinwire.collectives.message import bundle, unbundle
+from thinwire.collectives.message import LENGTH, bundle, unbundle
 from thinwire.collectives.reduction import Part, Reduction
-from thinwire.collectives.transport import Transport
+from thinwire.collectives.transport import Record, Transport
 from thinwire.compressors import SparseCompressor
 from thinwire.compressors.base import add_narrower
 from thinwire.frames import Payload
 from thinwire.frames.code import Extent
+from thinwire.frames.header import LONGEST_HEADER
 from thinwire.frames.payload import add_all
 from thinwire.kernels import Key
 
@@ -56,15 +57,34 @@ class SparseRegions(Algorithm):
             self.finite = False
             self._results: list[Payload] = []
             return
+        self._check(transport, records)
         columns = zip(*(record.words[:-1] for record in records), strict=True)
         edges = [sum(column) // self.size for column in columns]
         self._edges = [0, *edges, self._numel]
         self._extents = [Extent(self._part.x.dtype, hi - lo) for lo, hi in pairwise(self._edges)]
-        keep = -(-sum(record.numbers[1] for record in records) // self.size // self.size)
-        self._send_to_owners(transport, chosen)
+        counts = [record.numbers[1] for record in records]
+        keep = -(-sum(counts) // self.size // self.size)
+        self._send_to_owners(transport, chosen, max(counts))
         self._send_to_all(transport, keep)
 
-    def _send_to_owners(self, transport: Transport, chosen: Chosen) -> None:
+    def _check(self, transport: Transport, records: list[Record]) -> None:
+        """What the others say of their choice: so many elements, in quantiles that ascend."""
+        transport.checked("chosen elements", [one.numbers[1] for one in records], self._numel)
+        for lo, hi in pairwise(
+            [[0] * self.size, *zip(*(one.words for one in records), strict=True)]
+        ):
+            steps = [b - a for a, b in zip(lo, hi, strict=True)]
+            transport.checked("a step between quantiles", steps, self._numel)
+        transport.checked("a last quantile", [one.words[-1] for one in records], self._numel)
+
+    def _max_bytes(self, count: int) -> list[int]:
+        """The longest message with at most so many elements of each region."""
+        return [
+            LONGEST_HEADER + self.compressor.max_enclosed_bytes(min(count, extent.numel), extent)
+            for extent in self._extents
+        ]
+
+    def _send_to_owners(self, transport: Transport, chosen: Chosen, most: int) -> None:
         """Steps 3: the chosen elements of each region to its owner, and the sums of the own one."""
         me = self.rank
         with transport.preparing():
@@ -77,6 +97,7 @@ class SparseRegions(Algorithm):
             messages = [nothing if p is None else bundle([p]) for p in self._sent]
             check_real("sparse", self.reduction, messages, self.size)
         records = transport.meet([], [m.numel() for m in messages])
+        transport.checked_words(LENGTH, records, self._max_bytes(most))
         received = transport.swap(messages, [record.words[me] for record in records])
         del messages
         with transport.preparing():
@@ -89,8 +110,10 @@ class SparseRegions(Algorithm):
             self._kept = self._largest(keep)
             message = bundle([self._kept])
         records = transport.meet([message.numel(), self._kept.non_finite])
+        lengths = [record.numbers[0] for record in records]
+        transport.checked(LENGTH, lengths, self._max_bytes(keep))
         self.finite = not any(record.numbers[1] for record in records)
-        messages = transport.gather(message, [record.numbers[0] for record in records])
+        messages = transport.gather(message, lengths)
         with transport.clock("decode"):
             fingerprint = self.compressor.fingerprint
             self._results = [

@@ -37,7 +37,9 @@ class BackendSum(PayloadAlgorithm):
         self.finite = not any(record.numbers[0] for record in records)
         if not self.finite:
             return
-        self._shrink = _shrink(sum(_from_bits(record.numbers[1]) for record in records))
+        peaks = [_from_bits(record.numbers[1]) for record in records]
+        transport.checked("a largest magnitude", peaks, torch.finfo(torch.float16).max)
+        self._shrink = _shrink(sum(peaks))
         for dtype, pool in self._pools.items():
             if dtype == torch.float16 and self._shrink != 1:
                 pool.mul_(self._shrink)

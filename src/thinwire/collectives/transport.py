@@ -4,6 +4,9 @@ Before any data moves, all members meet: each gives a short record of numbers, a
 everybody knows that all want the same, how long the messages will be, and whether somebody cannot
 go on. What can fail on one rank alone is done before such a meeting, so that a failure can be told
 to the others instead of leaving them waiting.
+
+What a record says is not believed: whoever uses a number of another member gives the bounds it must
+keep (`checked`, `checked_words`). All have the same records, so all refuse the same.
 """
 
 import time
@@ -24,6 +27,7 @@ from thinwire.telemetry import span
 
 MAGIC = 0x7468696E77697265
 FIELDS = 8  # numbers that every record has room for, besides one for each member
+MOST_TEXT = 1 << 20  # bytes of an explanation
 FAILED, IDLE = 1, 2  # what a member may be besides well and busy
 
 
@@ -111,6 +115,42 @@ class Transport:
             if all(one.idle for one in records):
                 return records
 
+    def checked(
+        self,
+        what: str,
+        given: Sequence[float],
+        most: Sequence[float] | float,
+        least: float = 0,
+    ) -> None:
+        """Numbers that members gave in a meeting, one each, must lie between `least` and `most`.
+
+        Args:
+            what: the number is, for the error: "a message of bytes".
+            most: for all members, or for each.
+
+        Raises:
+            PeerError: on all members, as all have seen the same; nothing was sent, and the
+                connections stay.
+        """
+        bounds = most if isinstance(most, Sequence) else [most] * len(given)
+        for rank, number, bound in zip(self.members.ranks, given, bounds, strict=True):
+            if not least <= number <= bound:
+                self._refuse(
+                    PeerError(
+                        f"{self._call.name}: rank {rank} announces {what}: {number:,}, which must "
+                        f"be between {least:,} and {bound:,}"
+                    )
+                )
+
+    def checked_words(self, what: str, records: Sequence[Record], most: Sequence[int]) -> None:
+        """The same for what each member gave for every other: that for the j-th is at most
+        most[j]."""
+        for j, bound in enumerate(most):
+            self.checked(what, [record.words[j] for record in records], bound)
+
+    def _refuse(self, error: PeerError) -> None:
+        raise error
+
     def _meet(
         self,
         numbers: Sequence[int],
@@ -119,10 +159,10 @@ class Transport:
         idle: bool = False,
     ) -> list[Record]:
         size = self.members.size
-        text = _explain(failure) if failure is not None else str(self._call)
+        text = (_explain(failure) if failure is not None else str(self._call)).encode()[:MOST_TEXT]
         state = FAILED if failure is not None else IDLE if idle else 0
         first = [MAGIC, zlib.crc32(str(self._call).encode()), state]
-        record = [*first, len(text.encode()), *numbers]
+        record = [*first, len(text), *numbers]
         record += [0] * (4 + FIELDS - len(record))
         record += [*words, *[0] * (size - len(words))]
         with self.clock("network"):
@@ -133,19 +173,27 @@ class Transport:
             self._explain_failure(text, [row[3] for row in table], failed)
         return [Record(row[4 : 4 + FIELDS], row[4 + FIELDS :], row[2] == IDLE) for row in table]
 
-    def _explain_failure(self, text: str, lengths: list[int], failed: list[bool]) -> None:
+    def _explain_failure(self, text: bytes, lengths: list[int], failed: list[bool]) -> None:
         """Something is wrong somewhere: exchange the texts and raise what they come to."""
+        ranks = self.members.ranks
+        me = self.members.index
+        if failed[me] and not all(0 <= length <= MOST_TEXT for length in lengths):
+            return  # the own error is raised
+        for rank, length in zip(ranks, lengths, strict=True):
+            if not 0 <= length <= MOST_TEXT:
+                raise PeerError(
+                    f"{self._call.name}: rank {rank} announces an explanation of {length:,} bytes, "
+                    f"which must be between 0 and {MOST_TEXT:,}"
+                )
         slot = torch.zeros(max(lengths), dtype=torch.uint8)
-        data = text.encode()
-        slot[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if text:
+            slot[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         table = self.link.all_gather(slot.to(self._transfer_device), self._limit).cpu()
         rows = table.view(len(lengths), -1)
         texts = [
             bytes(row[:length].numpy()).decode(errors="replace")
             for row, length in zip(rows, lengths, strict=True)
         ]
-        ranks = self.members.ranks
-        me = self.members.index
         if failed[me]:
             return  # the own error is raised
         if any(failed):
@@ -204,6 +252,11 @@ class SubgroupTransport(Transport):
         link = whole.link.subgroup(places, whole._limit)
         super().__init__(link, whole._limit, whole._call, whole.account, whole.device)
         self._whole, self._places = whole, places
+
+    def _refuse(self, error: PeerError) -> None:
+        # Members outside the subgroup have not looked at its numbers.
+        self.announce(error)
+        raise error
 
     def _meet(
         self,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.collectives.algorithm import PayloadAlgorithm
 from thinwire.collectives.memory import check_real
-from thinwire.collectives.message import bundle, unbundle
+from thinwire.collectives.message import LENGTH, bundle, max_message_bytes, unbundle
 from thinwire.collectives.reduction import Part, Reduction
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import LocalCompressor
@@ -55,8 +55,10 @@ class TwoShot(PayloadAlgorithm):
             del means
         bad = not self._swap.finite or any(p.non_finite for p in self._second)
         records = transport.meet([message.numel(), bad])
+        lengths = [record.numbers[0] for record in records]
+        transport.checked(LENGTH, lengths, max_shard_bytes(self._shards, self.compressor))
         self.finite = not any(record.numbers[1] for record in records)
-        messages = transport.gather(message, [record.numbers[0] for record in records])
+        messages = transport.gather(message, lengths)
         with transport.clock("decode"):
             self._results = [
                 unbundle(m, [part.extent for part in parts], self.compressor.fingerprint)
@@ -111,6 +113,8 @@ class ShardSwap:
         """Send them, receive those for the own shard."""
         lengths = [message.numel() for message in self._messages]
         records = transport.meet([not self.finite], lengths)
+        most = max_shard_bytes(self._shards, self._compressor)
+        transport.checked_words(LENGTH, records, most)
         received = transport.swap(self._messages, [record.words[self._rank] for record in records])
         self._messages = []
         self._received = [message for j, message in enumerate(received) if j != self._rank]
@@ -124,6 +128,11 @@ class ShardSwap:
     def settle(self) -> None:
         """Bring the residuals of other ranks' shards up to date."""
         settle_shards(self._shards, self._sent, self._compressor)
+
+
+def max_shard_bytes(shards: Shards, compressor: LocalCompressor) -> list[int]:
+    """The longest message that there can be of each shard."""
+    return [max_message_bytes([part.extent for part in parts], compressor) for parts in shards]
 
 
 def sum_shards(

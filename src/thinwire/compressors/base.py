@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireWarning
-from thinwire.frames.code import Code, Start
-from thinwire.frames.header import DTYPES
+from thinwire.frames.code import Code, Extent, Start
+from thinwire.frames.frame import longest_frame
+from thinwire.frames.header import DTYPES, LONGEST_HEADER
 from thinwire.frames.payload import Payload, add_all, flat_view, flattened
 from thinwire.frames.values import PIECE, NonFinite, Raw
 from thinwire.kernels import Key
@@ -141,6 +142,17 @@ class LocalCompressor(Compressor):
     @abstractmethod
     def encode_flat(self, request: Request) -> Encoded | None:
         """Encode x + r; None if it is not finite throughout. Never called with no elements."""
+
+    def max_section_bytes(self, extent: Extent) -> int:
+        """Most bytes of sections that it makes of so many elements, whatever their values.
+
+        Receivers allocate no more than this for what another rank announces.
+        """
+        return longest_frame(extent)
+
+    def max_payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """The longest frame that it can make of a tensor of so many elements."""
+        return LONGEST_HEADER + self.max_section_bytes(Extent(dtype, numel))
 
     def encode(
         self, x: Tensor, *, residual: Tensor | None = None, key: Key | None = None

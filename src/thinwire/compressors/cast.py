@@ -50,10 +50,17 @@ class Cast(LocalCompressor):
     def summable(self) -> bool:
         return self.to != "fp8"
 
+    @property
+    def _code(self) -> Narrow | Scaled8:
+        return Scaled8(self.block) if self.to == "fp8" else Narrow(_KINDS[self.to][0])
+
+    def max_section_bytes(self, extent: Extent) -> int:
+        return self._code.section_bytes(extent)
+
     def encode_flat(self, request: Request) -> Encoded | None:
         """Piece by piece: a temporary of the whole tensor would cost more than the cast."""
         x, r = request.x, request.r
-        code = Scaled8(self.block) if self.to == "fp8" else Narrow(_KINDS[self.to][0])
+        code = self._code
         layout = code.sections(Extent(request.dtype, request.numel))
         sections = tuple(torch.empty(s.numel, dtype=s.dtype, device=x.device) for s in layout)
         step = self.block * max(1, PIECE // self.block)

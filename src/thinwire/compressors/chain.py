@@ -17,6 +17,8 @@ from thinwire.compressors.sparsifiers import (
 )
 from thinwire.compressors.tiered import Tiered
 from thinwire.frames.code import Extent
+from thinwire.frames.positions import max_position_bytes
+from thinwire.frames.values import Raw
 from thinwire.kernels import Key
 
 MOST_STAGES = 4
@@ -93,6 +95,10 @@ class Chain(LocalCompressor):
     def common_key(self) -> bool:
         return any(stage.common_key for stage in self.stages)
 
+    def max_section_bytes(self, extent: Extent) -> int:
+        # What does not get smaller is not zipped.
+        return _most_through(self._lossy, extent)
+
     def encode_flat(self, request: Request) -> Encoded | None:
         encoded = _through(self._lossy)(request)
         return self._squeezed(encoded, Extent(request.dtype, request.numel))
@@ -119,10 +125,23 @@ class SparseChain(Chain, SparseCompressor):
         if not isinstance(self.stages[0], Sparsifier):
             raise ValueError(f"SparseChain: {self.stages[0]!r} does not send single elements")
 
-    def choose(self, request: Request) -> tuple[Tensor, Tensor] | None:
+    def max_chosen(self, numel: int) -> int:
+        return self._first.max_chosen(numel)
+
+    def max_enclosed_bytes(self, count: int, extent: Extent) -> int:
+        few = Extent(extent.dtype, count)
+        rest = self._lossy[1:]
+        values = _most_through(rest, few) if rest else Raw().section_bytes(few)
+        return max_position_bytes(count, extent.numel) + values
+
+    @property
+    def _first(self) -> Sparsifier:
         first = self.stages[0]
         assert isinstance(first, Sparsifier)
-        return first.choose(request)
+        return first
+
+    def choose(self, request: Request) -> tuple[Tensor, Tensor] | None:
+        return self._first.choose(request)
 
     def encode_chosen(
         self, positions: Tensor, values: Tensor, extent: Extent, key: Key
@@ -140,3 +159,14 @@ def _through(stages: list[LocalCompressor]) -> Callable[[Request], Encoded | Non
         return first.encode_flat
     assert isinstance(first, Sparsifier)
     return lambda request: first.encode_through(request, _through(rest))
+
+
+def _most_through(stages: list[LocalCompressor], extent: Extent) -> int:
+    """Most bytes of sections that `_through` makes."""
+    first, *rest = stages
+    if not rest:
+        return first.max_section_bytes(extent)
+    assert isinstance(first, Sparsifier)
+    count = first.max_chosen(extent.numel)
+    values = _most_through(rest, Extent(extent.dtype, count))
+    return max_position_bytes(count, extent.numel) + values

@@ -27,6 +27,9 @@ class BitExact(LocalCompressor):
     def encode_bits(self, flat: Tensor) -> Encoded:
         """Encode any bits of any type."""
 
+    def max_section_bytes(self, extent: Extent) -> int:
+        return Raw().section_bytes(extent)
+
     def _encoded(self, flat: Tensor, r: Tensor | None, key: Key) -> tuple[Encoded | None, bool]:
         if r is not None:
             return super()._encoded(flat, r, key)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thinwire import check, kernels
 from thinwire.compressors.base import Encoded, LocalCompressor, Request
+from thinwire.frames.code import Extent
 from thinwire.frames.levels import BIAS, Affine, Elias, Powers, Uniform, fit
 from thinwire.kernels import Key
 from thinwire.spec import Bits
@@ -115,6 +116,16 @@ class Quantize(LocalCompressor):
     def random(self) -> bool:
         return self.stochastic
 
+    @property
+    def _code(self) -> Uniform | Affine:
+        """What is written unless entropy coding is shorter."""
+        if self.symmetric:
+            return Uniform(self.bits, (1 << (self.bits - 1)) - 1, self.block or 0)
+        return Affine(self.bits, self.block or 0)
+
+    def max_section_bytes(self, extent: Extent) -> int:
+        return self._code.section_bytes(extent)
+
     def encode_flat(self, request: Request) -> Encoded | None:
         return self._symmetric(request) if self.symmetric else self._affine(request)
 
@@ -206,6 +217,10 @@ class QSGD(LocalCompressor):
     def random(self) -> bool:
         return True
 
+    def max_section_bytes(self, extent: Extent) -> int:
+        width = (2 * self.levels).bit_length()
+        return Uniform(width, self.levels, self.bucket or 0).section_bytes(extent)
+
     def encode_flat(self, request: Request) -> Encoded | None:
         rule, scale = self.norm, 0.0
         if self.bucket is None:
@@ -287,6 +302,9 @@ class TernGrad(LocalCompressor):
     def random(self) -> bool:
         return True
 
+    def max_section_bytes(self, extent: Extent) -> int:
+        return Uniform(TRITS, 1, 0).section_bytes(extent)
+
     def encode_flat(self, request: Request) -> Encoded | None:
         scale = peak_of(request)
         if scale is None:
@@ -329,6 +347,9 @@ class Natural(LocalCompressor):
     @property
     def random(self) -> bool:
         return True
+
+    def max_section_bytes(self, extent: Extent) -> int:
+        return Powers(BIAS).section_bytes(extent)
 
     def encode_flat(self, request: Request) -> Encoded | None:
         peak = peak_of(request)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from thinwire import check, kernels
 from thinwire.compressors.base import Encoded, LocalCompressor, Request, cut
+from thinwire.frames.code import Extent
 from thinwire.frames.levels import Pairs, fit
 
 SMALLEST = 1e-300  # means below it have no reciprocal worth using
@@ -37,6 +38,9 @@ class OneBit(LocalCompressor):
 
     def __post_init__(self) -> None:
         check.block("OneBit", "block", self.block)
+
+    def max_section_bytes(self, extent: Extent) -> int:
+        return Pairs(self.block or 0).section_bytes(extent)
 
     def encode_flat(self, request: Request) -> Encoded | None:
         found = kernels.on(request.x.device).encode_pairs(
@@ -78,6 +82,9 @@ class ScaledSign(LocalCompressor):
 
     def __post_init__(self) -> None:
         check.one_of("ScaledSign", "norm", self.norm, ("l1", "l2"))
+
+    def max_section_bytes(self, extent: Extent) -> int:
+        return Pairs(0).section_bytes(extent)
 
     def encode_flat(self, request: Request) -> Encoded | None:
         x, r = request.x, request.r

@@ -22,7 +22,7 @@ from thinwire.compressors.base import (
 )
 from thinwire.frames.code import Code, Extent
 from thinwire.frames.payload import Payload, flattened
-from thinwire.frames.positions import Seeded, Sparse, write_positions
+from thinwire.frames.positions import Seeded, Sparse, max_position_bytes, write_positions
 from thinwire.frames.values import Raw
 from thinwire.kernels import Key
 
@@ -70,6 +70,17 @@ class SparseCompressor(LocalCompressor):
     ) -> Encoded | None:
         """What `enclose` puts into a payload."""
 
+    @abstractmethod
+    def max_chosen(self, numel: int) -> int:
+        """Most elements that `choose` chooses of so many."""
+
+    @abstractmethod
+    def max_enclosed_bytes(self, count: int, extent: Extent) -> int:
+        """Most bytes of sections that `encode_chosen` makes of at most so many values."""
+
+    def max_section_bytes(self, extent: Extent) -> int:
+        return self.max_enclosed_bytes(self.max_chosen(extent.numel), extent)
+
     def pick(
         self, x: Tensor, *, residual: Tensor | None = None, key: Key | None = None
     ) -> tuple[Tensor, Tensor] | None:
@@ -111,6 +122,13 @@ class Sparsifier(SparseCompressor):
     @abstractmethod
     def select(self, request: Request) -> Selection | None:
         """Positions (ascending) and values of x + r; None if it is not finite throughout."""
+
+    def max_chosen(self, numel: int) -> int:
+        return numel
+
+    def max_enclosed_bytes(self, count: int, extent: Extent) -> int:
+        values = Raw().section_bytes(Extent(extent.dtype, count))
+        return max_position_bytes(count, extent.numel) + values
 
     def encode_flat(self, request: Request) -> Encoded | None:
         return self.encode_through(request, raw_values)
@@ -186,6 +204,9 @@ class TopK(Sparsifier):
     def __post_init__(self) -> None:
         check.fraction("TopK", "ratio", self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
+
+    def max_chosen(self, numel: int) -> int:
+        return kept(numel, self.ratio)
 
     def select(self, request: Request) -> Selection | None:
         k = kept(request.numel, self.ratio)
@@ -305,6 +326,9 @@ class RandomK(RandomSparsifier):
         check.fraction("RandomK", "ratio", self.ratio)
         self.check_options()
         object.__setattr__(self, "ratio", float(self.ratio))
+
+    def max_chosen(self, numel: int) -> int:
+        return kept(numel, self.ratio)
 
     def draw(self, request: Request) -> tuple[Tensor, int, float]:
         n = request.numel

@@ -9,7 +9,7 @@ from thinwire.compressors.cast import Cast
 from thinwire.compressors.quantizers import Quantize
 from thinwire.compressors.sparsifiers import kept
 from thinwire.frames.code import Extent
-from thinwire.frames.positions import Overlay, Sparse, write_positions
+from thinwire.frames.positions import Overlay, Sparse, max_position_bytes, write_positions
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ class Tiered(LocalCompressor):
     @property
     def common_key(self) -> bool:
         return self.large.common_key or self.small.common_key
+
+    def max_section_bytes(self, extent: Extent) -> int:
+        count = extent.numel if self.above else kept(extent.numel, self.ratio)
+        large = self.large.max_section_bytes(Extent(extent.dtype, count))
+        positions = max_position_bytes(count, extent.numel)
+        return self.small.max_section_bytes(extent) + positions + large
 
     def encode_flat(self, request: Request) -> Encoded | None:
         x, r, dtype, key = request

@@ -141,6 +141,18 @@ class Code(ABC):
     def sections(self, extent: Extent) -> list[Section]:
         """The sections, this code's own before those of nested codes."""
 
+    def section_bytes(self, extent: Extent) -> int:
+        """The length of all sections."""
+        return sum(section.num_bytes for section in self.sections(extent))
+
+    def scratch_bytes(self, extent: Extent) -> int:
+        """Most memory that `open` and `add` take, those of nested codes included.
+
+        Without the sections and `out`. It follows from the parameters alone, so that a reader can
+        refuse what they multiply out to before it allocates anything.
+        """
+        return 0
+
     def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
         """Sections in the form that `add` takes; raise FrameError when their content is bad."""
         return tuple(sections)

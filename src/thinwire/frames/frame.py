@@ -4,8 +4,8 @@
 
 Nothing of a frame is believed. Its length must be exactly what the header implies, the checksum
 must fit, and positions and coded levels are decoded and checked before anybody can use them. What
-is allocated is bounded by the frame's own length, apart from what the claimed number of elements
-needs.
+the claims of all codes come to in memory, those of nested ones included, is computed and held
+against a limit before anything is allocated.
 """
 
 import torch
@@ -13,13 +13,23 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.errors import FrameError
+from thinwire.formatting import read_bytes, show_bytes
 from thinwire.frames.code import Extent, Section, as_bytes
-from thinwire.frames.header import ALIGNMENT, CHECKSUM, Header, read_header
+from thinwire.frames.header import ALIGNMENT, CHECKSUM, LONGEST_HEADER, Header, read_header
 from thinwire.frames.payload import Payload
 from thinwire.frames.values import NonFinite
 
 MAX_NUMEL = 1 << 32
-LONGEST_HEADER = 512
+
+# What decoding may take where the caller says nothing: so much for any frame (one that says "not
+# finite" is 24 bytes long whatever its tensor), more for longer ones, but never above the last.
+ALWAYS = 256 << 20
+EXPANSION = 1 << 10
+MAX_BYTES = 16 << 30
+# Where he says how many elements he expects: so many values for each of them. Three sparsifiers
+# that all take everything, squeezed, come to 11.
+VALUES = 16
+MARGIN = 1 << 20
 
 
 def pack(payload: Payload) -> Tensor:
@@ -33,16 +43,27 @@ def pack(payload: Payload) -> Tensor:
     return frame
 
 
-def unpack(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Payload:
+def unpack(
+    frame: Tensor, *, max_numel: int | None = None, max_bytes: int | str | None = None
+) -> Payload:
     """The payload in a frame.
+
+    Frames of strangers are safe to read: what they can make this process allocate is limited. Give
+    `max_numel` where the size of the tensor is known.
 
     Args:
         frame: a one-dimensional uint8 tensor; its memory is shared, not copied, if it is aligned.
-        max_numel: refuse frames that claim more elements than this.
+        max_numel: refuse frames that claim more elements than this; by default 2^32.
+        max_bytes: refuse frames whose decoding would take more memory than this, the tensor
+            included, as a number or "512MiB". By default, with `max_numel`, what every compressor
+            needs for that many elements (64 bytes each, 128 for float64); without it 1024 times the
+            length of the frame, but at least 256 MiB and at most 16 GiB.
 
     Raises:
-        FrameError: the bytes are not a valid frame; the message says why.
+        FrameError: the bytes are not a valid frame, or exceed a limit; the message says why.
     """
+    if max_bytes is not None:
+        max_bytes = read_bytes(max_bytes)
     if frame.dtype != torch.uint8 or frame.dim() != 1:
         raise TypeError(
             f"a frame is a one-dimensional uint8 tensor, got {frame.dtype} of shape "
@@ -51,7 +72,8 @@ def unpack(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Payload:
     frame = frame.contiguous()
     if frame.data_ptr() % ALIGNMENT:
         frame = frame.clone()
-    header = read_header(frame[:LONGEST_HEADER].cpu().numpy().tobytes(), max_numel)
+    most = MAX_NUMEL if max_numel is None else max_numel
+    header = read_header(frame[:LONGEST_HEADER].cpu().numpy().tobytes(), most)
     extent = Extent(header.dtype, header.shape.numel())
     if not isinstance(header.code, NonFinite):
         header.code.check(extent)
@@ -71,13 +93,45 @@ def unpack(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Payload:
         header.non_finite,
         header.fingerprint,
     )
+    if max_bytes is None:
+        max_bytes = _default_limit(frame.numel(), extent, max_numel is not None)
+    if payload.decoded_bytes > max_bytes:
+        raise FrameError(
+            f"{extent.numel} elements from a frame of {frame.numel()} bytes would take "
+            f"{show_bytes(payload.decoded_bytes)} of memory, the limit is {show_bytes(max_bytes)} "
+            "(max_bytes=)"
+        )
     _ = payload.opened  # decodes and checks positions and coded levels
     return payload
 
 
-def decode(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Tensor:
-    """The tensor in a frame; nothing else is needed. Raises FrameError like `unpack`."""
-    return unpack(frame, max_numel=max_numel).restore()
+def decode(
+    frame: Tensor, *, max_numel: int | None = None, max_bytes: int | str | None = None
+) -> Tensor:
+    """The tensor in a frame; nothing else is needed. Limits and errors are those of `unpack`."""
+    return unpack(frame, max_numel=max_numel, max_bytes=max_bytes).restore()
+
+
+def longest_frame(extent: Extent) -> int:
+    """No compressor makes a longer frame of such a tensor, whichever it is.
+
+    The longest are those of `Tiered`: all elements twice, and a bitmap or two.
+    """
+    width = max(extent.dtype.itemsize, extent.real.itemsize)
+    return LONGEST_HEADER + 4096 + 4 * width * extent.numel
+
+
+def _default_limit(length: int, extent: Extent, expected: bool) -> int:
+    """Most memory that a frame may take to decode.
+
+    Args:
+        length: of the frame.
+        extent: what it claims to hold.
+        expected: the caller has said that so many elements are fine.
+    """
+    if expected:
+        return VALUES * extent.real.itemsize * extent.numel + MARGIN
+    return min(max(ALWAYS, EXPANSION * length), MAX_BYTES)
 
 
 def _order(dtypes: list[torch.dtype]) -> list[int]:

@@ -17,8 +17,10 @@ FIXED = 20  # magic, dtype, flags, dimensions, a zero byte, checksum, fingerprin
 CHECKSUM = slice(8, 16)
 NON_FINITE = 1
 MOST_DIMENSIONS = 16
+MOST_NUMEL = 1 << 59  # of eight bytes each, what 64-bit integers can count
 MOST_DEPTH = 12  # what chains and Tiered can nest to
 ALIGNMENT = 8
+LONGEST_HEADER = 512
 
 DTYPES = {
     torch.float32: 1,
@@ -85,6 +87,7 @@ def read_header(data: bytes, max_numel: int) -> Header:
     shape = [reader.varint() for _ in range(dimensions)]
     # Empty dimensions must not hide absurd ones beside them; a limit of nothing allows nothing.
     claimed = math.prod(size or 1 for size in shape)
+    max_numel = min(max_numel, MOST_NUMEL)
     if claimed > max(max_numel, 1) or math.prod(shape) > max_numel:
         raise FrameError(
             f"the frame claims {claimed} elements, the limit is {max_numel} (max_numel=)"

@@ -105,6 +105,9 @@ class Elias(Code):
             Section(torch.int64, self.unary_words + self.binary_words),
         ]
 
+    def scratch_bytes(self, extent: Extent) -> int:
+        return extent.numel  # levels, a byte each
+
     def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
         scales, words = sections
         kernel = kernels.on(words.device)

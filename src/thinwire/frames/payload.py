@@ -65,6 +65,17 @@ class Payload:
         """The sections checked and in the form that adding takes (positions decoded, unzipped)."""
         return self.code.open(self.sections, self.extent) if self.known is None else self.known
 
+    @property
+    def decoded_bytes(self) -> int:
+        """Most memory that decoding takes, the tensor included; computed before anything is read.
+
+        It follows from what the header claims: how long the frame is says little about it.
+        """
+        extent = self.extent
+        exact = self.code.verbatim or self.dtype == extent.real
+        widened = 0 if exact else self.numel * extent.real.itemsize
+        return self.numel * self.dtype.itemsize + widened + self.code.scratch_bytes(extent)
+
     def add_to(self, out: Tensor, weight: float = 1.0, start: Start = KEEP) -> None:
         """out += weight * decoded, after `start`; out is flat and contiguous.
 

@@ -1,6 +1,8 @@
 """Codes of some positions of a tensor and their values. Everything else is zero (`Sparse`,
 `Seeded`), or what another code says (`Overlay`)."""
 
+import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -37,6 +39,15 @@ class Scattered(Code):
 
     def inner_extent(self, extent: Extent) -> Extent:
         return Extent(extent.dtype, self.count)
+
+    @abstractmethod
+    def position_bytes(self, extent: Extent) -> int:
+        """Most memory that finding the positions takes, they themselves included."""
+
+    def scratch_bytes(self, extent: Extent) -> int:
+        own = self.inner_extent(extent)
+        values = self.count * own.real.itemsize
+        return self.position_bytes(extent) + values + self.inner.scratch_bytes(own)
 
     def picked(self, opened: Any, extent: Extent) -> tuple[Tensor, Tensor]:
         """(positions, values)."""
@@ -94,6 +105,10 @@ class Sparse(Scattered):
             own = Section(torch.int64, self.unary_words + -(-self.count * self.parameter // 64))
         return [own, *self.inner.sections(self.inner_extent(extent))]
 
+    def position_bytes(self, extent: Extent) -> int:
+        # Decoded, and once more while they are compared or put together.
+        return 2 * self.count * plain_dtype(extent.numel).itemsize
+
     def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
         positions = self._positions(sections[0], extent.numel)
         return positions, self.inner.open(sections[1:], self.inner_extent(extent))
@@ -117,6 +132,11 @@ class Sparse(Scattered):
             raise FrameError(f"positions: not exactly {self.count} that lie inside the tensor")
         decoded: Tensor = found
         return decoded
+
+
+def max_position_bytes(count: int, numel: int) -> int:
+    """The longest section that `write_positions` makes of so many positions."""
+    return min(Section(plain_dtype(numel), count).num_bytes, 8 * -(-numel // 64))
 
 
 def write_positions(positions: Tensor, numel: int) -> tuple[dict[str, int], Tensor]:
@@ -178,6 +198,15 @@ class Seeded(Scattered):
     def sections(self, extent: Extent) -> list[Section]:
         return self.inner.sections(self.inner_extent(extent))
 
+    def position_bytes(self, extent: Extent) -> int:
+        width = plain_dtype(extent.numel).itemsize
+        if self.chance == EXACTLY:
+            # Up to two numbers are permuted for each that lies below n, then put together.
+            return 4 * (self.count + 256) * width
+        # How many are drawn is known when they have been: eight standard deviations above the mean.
+        mean = extent.numel * self.chance >> 32
+        return min(extent.numel, mean + 8 * math.isqrt(mean) + 64) * width
+
     def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
         device = sections[0].device
         kernel = kernels.on(device)
@@ -210,6 +239,9 @@ class Overlay(Code):
 
     def sections(self, extent: Extent) -> list[Section]:
         return self.lower.sections(extent) + self.upper.sections(extent)
+
+    def scratch_bytes(self, extent: Extent) -> int:
+        return self.lower.scratch_bytes(extent) + self.upper.scratch_bytes(extent)
 
     def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
         own = len(self.lower.sections(extent))

@@ -124,6 +124,9 @@ class Scaled8(Code):
             Section(torch.uint8, extent.numel),
         ]
 
+    def scratch_bytes(self, extent: Extent) -> int:
+        return extent.numel * extent.real.itemsize
+
     def add(
         self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
     ) -> None:

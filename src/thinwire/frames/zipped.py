@@ -81,8 +81,6 @@ def expand(stored: Tensor, section: Section, coder: Coder) -> Tensor:
     size = section.num_bytes
     if stored.numel() == size:
         return stored.clone().view(section.dtype)
-    if size > coder.most * stored.numel():
-        raise FrameError(f"{stored.numel()} compressed bytes cannot hold {size}")
     data = coder.expand(stored.cpu().numpy().tobytes(), size)
     if len(data) != size:
         raise FrameError(f"a compressed section holds {len(data)} bytes, not {size}")
@@ -126,11 +124,21 @@ class Zipped(Code):
         plain = self.inner.sections(extent)
         if len(plain) != len(self.sizes):
             raise FrameError(f"{len(self.sizes)} compressed sections instead of {len(plain)}")
-        if any(size > section.num_bytes for size, section in zip(self.sizes, plain, strict=True)):
-            raise FrameError("a compressed section is larger than its content")
+        most = CODER_BY_ID[self.coder].most
+        for size, section in zip(self.sizes, plain, strict=True):
+            if size > section.num_bytes:
+                raise FrameError("a compressed section is larger than its content")
+            if section.num_bytes > most * size:
+                raise FrameError(f"{size} compressed bytes cannot hold {section.num_bytes}")
 
     def sections(self, extent: Extent) -> list[Section]:
         return [Section(torch.uint8, size) for size in self.sizes]
+
+    def scratch_bytes(self, extent: Extent) -> int:
+        plain = [section.num_bytes for section in self.inner.sections(extent)]
+        # While a section is expanded, the coder's bytes and a copy of them are there as well.
+        expanded = sum(plain) + 2 * max(plain, default=0)
+        return expanded + self.inner.scratch_bytes(extent)
 
     def open(self, sections: Sequence[Tensor], extent: Extent) -> Any:
         coder = CODER_BY_ID[self.coder]
