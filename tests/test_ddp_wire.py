@@ -4,11 +4,14 @@ Functions with a leading `on_` run on every rank, in the processes of ranks.py; 
 compared here. Models and batches are those of nets.py.
 """
 
+import copy
+import io
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ranks
+import torch
 from nets import (
     MIN,
     all_same,
@@ -22,6 +25,7 @@ from nets import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import thinwire as tw
 
@@ -109,12 +113,22 @@ def hooked() -> DistributedDataParallel:
     return model
 
 
+def with_python_reducer() -> DistributedDataParallel:
+    model = plain()
+    model._use_python_reducer = True
+    return model
+
+
 WRITER = SimpleNamespace(add_scalar=print)
 REFUSED = {
     "twice": (lambda: tw.attach(wired()[0], "none"), "ValueError: this model has a wire already"),
     "hook": (
         lambda: tw.attach(hooked(), "none"),
         "ValueError: this model has a communication hook",
+    ),
+    "python reducer": (
+        lambda: tw.attach(with_python_reducer(), "none"),
+        "ValueError: this model was made with torch._dynamo.config.optimize_ddp",
     ),
     "bare": (lambda: tw.attach(net(), "none"), "TypeError: attach takes a DistributedDataParallel"),
     "list": (lambda: tw.attach([], "none"), "TypeError: attach takes a DistributedDataParallel"),
@@ -203,6 +217,49 @@ def test_a_wire_can_be_detached_and_another_one_attached():
         assert "6 tensors, step 0" in shown[0]
         assert "detached" in shown[1]
         assert all(found.values()), found
+
+
+def saved_and_loaded(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # a module: weights alone would not show it
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved_and_loaded,
+    "AveragedModel": lambda model: AveragedModel(model).module,
+}
+
+
+def on_copies() -> dict[str, bool]:
+    """Of a model that trains with a wire."""
+    found = {}
+    for kind, copied in COPIES.items():
+        (model, wire), (ours, _), other = wired(), wired(), plain()
+        for step in range(3):
+            for each in (model, ours, other):
+                backward(each, step)
+        twin = copied(model)
+        for step in range(3, 6):
+            for each in (model, ours, other, twin):
+                backward(each, step)
+            found[f"{kind}, original {step}"] = all_same(gradients(model), gradients(ours))
+            found[f"{kind}, copy {step}"] = all_same(gradients(twin), gradients(other))
+        found[f"{kind}, wire"] = wire.step == 6
+        fresh, _ = wired(granularity="tensor")  # its first buckets are others
+        tw.attach(twin, "topk:0.1", min_numel=MIN, granularity="tensor")
+        for step in range(6, 8):
+            backward(twin, step)
+            backward(fresh, step)
+            found[f"{kind}, attached {step}"] = all_same(gradients(twin), gradients(fresh))
+    return found
+
+
+def test_a_copy_of_a_model_is_one_without_a_wire():
+    for found in ranks.run(on_copies, ranks=2):
+        assert all(found.values()), [name for name, good in found.items() if not good]
 
 
 def on_one_rank() -> dict[str, bool]:

@@ -37,7 +37,7 @@ from thinwire.reducer.exchange import Driver, UnitExchange
 from thinwire.reducer.unit import Unit
 from thinwire.reducer.units import UNCOMPRESSED
 from thinwire.telemetry import span
-from thinwire.torch_internals import queue_callback
+from thinwire.torch_internals import queue_callback, register_hook
 
 log = logging.getLogger("thinwire")
 ATTRIBUTE = "_thinwire_hook"  # of a DDP module that has one
@@ -54,11 +54,19 @@ class Scaler(Protocol):
 
 
 class RegisteredHook:
-    """DDP takes one hook for ever: this one asks whether a wire is attached."""
+    """DDP takes one hook for ever: this one asks whether a wire is attached.
+
+    It is kept on the DDP module, which torch.save, copy.deepcopy and whatever is built on them (an
+    AveragedModel) copy with all its attributes. DDP gives a copy a reducer of its own, without a
+    hook: so a copy finds None here.
+    """
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.current: DDPHook | None = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def _call(
@@ -114,7 +122,7 @@ class DDPHook:
         if registered is None:
             registered = RegisteredHook(ddp.process_group)
             try:
-                ddp.register_comm_hook(registered, _call)
+                register_hook(ddp, registered, _call)
             except RuntimeError as error:
                 if "comm_hook" not in str(error):
                     raise
