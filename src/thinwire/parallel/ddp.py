@@ -31,6 +31,7 @@ from thinwire.feedback.base import Update
 from thinwire.kernels import Key
 from thinwire.parallel.plan import Piece, PlannedExchange, Planner
 from thinwire.parallel.replicas import ReplicaCheck
+from thinwire.parallel.scaler import ScalerWatch
 from thinwire.parallel.wire import Layout, Wire
 from thinwire.policies.base import Measured
 from thinwire.reducer.exchange import Driver, UnitExchange
@@ -113,6 +114,7 @@ class DDPHook:
         self._ended = time.perf_counter()  # the last backward pass
         self._registered: RegisteredHook | None = None
         self._undo: Callable[[], None] | None = None
+        self._watch: ScalerWatch | None = None
         self._pass = self._new_pass()
 
     # Coming to a model and leaving it.
@@ -135,6 +137,8 @@ class DDPHook:
             raise ValueError("this model has a wire already: call its detach() first")
         registered.current = self
         self._registered = registered
+        if self._scaler is None:
+            self._watch = ScalerWatch(self._parameters.values(), self._reducer)
 
     def undo_on_detach(self, undo: Callable[[], None]) -> None:
         self._undo = undo
@@ -146,6 +150,12 @@ class DDPHook:
         if self._undo is not None:
             self._undo()
             self._undo = None
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
 
     # Checkpoints keep the buckets of a step: so the next process plans the same exchanges.
 
@@ -193,6 +203,8 @@ class DDPHook:
         for handle in self._pass.handles:  # of a backward pass that was broken off
             handle.wait_until_ended()
         self._pass = self._new_pass()
+        if self._watch is not None and self._watch.done:
+            self._stop_watching()
         self._wire._begin_step(1.0 if self._scaler is None else float(self._scaler.get_scale()))
         self._planner.begin()
         if self._check_every and self._wire.step % self._check_every == 0:
@@ -320,6 +332,7 @@ class BackwardPass(Driver):
 
     def __init__(self, wire: Wire, defers_commit: bool, skips_unused: bool) -> None:
         self.defers_commit, self.skips_unused = defers_commit, skips_unused
+        self.details = (("scaler", "given" if defers_commit else "none"),)
         self.begin = time.perf_counter()
         self.arrived: dict[str, Tensor] = {}
         self.pieces: dict[str, Piece] = {}
