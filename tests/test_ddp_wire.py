@@ -119,6 +119,45 @@ def with_python_reducer() -> DistributedDataParallel:
     return model
 
 
+def of_package(module: str, name: str, base: type = object, **attributes: Any) -> Any:
+    """An object as a framework has it: a class of this module, or one that derives from it."""
+    theirs = type(name, (base,), {"__module__": module})
+    made = type("Mine", (theirs,), {})()
+    for key, value in attributes.items():
+        setattr(made, key, value)
+    return made
+
+
+class Reluctant:
+    """Like a LightningModule without a trainer."""
+
+    @property
+    def trainer(self) -> Any:
+        raise RuntimeError("not attached to a Trainer")
+
+
+FRAMEWORKS = {
+    "Lightning": (("lightning.pytorch.trainer.trainer", "Trainer"), "`trainer.strategy.model`"),
+    "Lightning's module": (
+        ("pytorch_lightning.core.module", "LightningModule", Reluctant),
+        "`trainer.strategy.model`",
+    ),
+    "Fabric": (("lightning.fabric.fabric", "Fabric"), "`fabric.setup(model, optimizer)[0]._forw"),
+    "Trainer": (("transformers.trainer", "Trainer"), "`trainer.model_wrapped`"),
+    "Accelerate": (("accelerate.accelerator", "Accelerator"), "`accelerator.prepare(model)`"),
+    "DeepSpeed": (("deepspeed.runtime.engine", "DeepSpeedEngine"), "DeepSpeed has none"),
+    "a namesake": (("deepspeedy.engine", "Engine"), "wrap it, or average gradients in a loop"),
+}
+
+
+@pytest.mark.parametrize("kind", FRAMEWORKS)
+def test_attach_says_where_a_framework_keeps_the_ddp_model(kind):
+    given, hint = FRAMEWORKS[kind]
+    with pytest.raises(TypeError, match="DistributedDataParallel model, got Mine") as caught:
+        tw.attach(of_package(*given), "none")
+    assert hint in str(caught.value)
+
+
 WRITER = SimpleNamespace(add_scalar=print)
 REFUSED = {
     "twice": (lambda: tw.attach(wired()[0], "none"), "ValueError: this model has a wire already"),
@@ -131,6 +170,29 @@ REFUSED = {
         "ValueError: this model was made with torch._dynamo.config.optimize_ddp",
     ),
     "bare": (lambda: tw.attach(net(), "none"), "TypeError: attach takes a DistributedDataParallel"),
+    "module inside": (
+        lambda: tw.attach(SimpleNamespace(strategy=SimpleNamespace(model=plain())), "none"),
+        "TypeError: attach takes a DistributedDataParallel model, got SimpleNamespace, whose DDP "
+        "model is its .strategy.model: attach to that",
+    ),
+    "compiled inside": (
+        lambda: tw.attach(SimpleNamespace(module=SimpleNamespace(_orig_mod=plain())), "none"),
+        "TypeError: attach takes a DistributedDataParallel model, got SimpleNamespace, whose DDP "
+        "model is its .module: attach to that",
+    ),
+    "class": (
+        lambda: tw.attach(DistributedDataParallel, "none"),
+        "TypeError: attach takes a DistributedDataParallel model, DistributedDataParallel is a c",
+    ),
+    "class of a compressor": (lambda: wired(tw.TopK), "TypeError: expected a policy, a compress"),
+    "class of a feedback": (
+        lambda: wired(feedback=tw.feedback.EF14),
+        "TypeError: EF14 is a class, give an object: EF14(...)",
+    ),
+    "class of a scaler": (
+        lambda: wired(scaler=torch.amp.GradScaler),
+        "TypeError: scaler must be a GradScaler, got the class GradScaler",
+    ),
     "list": (lambda: tw.attach([], "none"), "TypeError: attach takes a DistributedDataParallel"),
     "spec": (lambda: wired("topq:0.1"), "ValueError: "),
     "number": (lambda: wired(0.1), "TypeError: expected a policy, a compressor or a s"),

@@ -18,12 +18,11 @@ from thinwire.frames.header import ALIGNMENT, CHECKSUM, Header, read_header
 from thinwire.frames.payload import Payload
 from thinwire.frames.values import NonFinite
 
-MAX_NUMEL = 1 << 32
 LONGEST_HEADER = 512
 
 
-def pack(payload: Payload) -> Tensor:
-    """The payload as a frame: a uint8 tensor of `payload.num_bytes` bytes on its device."""
+def pack_frame(payload: Payload) -> Tensor:
+    """The payload as a uint8 tensor of `payload.num_bytes` bytes on its device."""
     header = payload.header
     pieces = [torch.frombuffer(bytearray(header), dtype=torch.uint8).to(payload.device)]
     pieces += [as_bytes(payload.sections[i]) for i in _order([s.dtype for s in payload.sections])]
@@ -33,16 +32,9 @@ def pack(payload: Payload) -> Tensor:
     return frame
 
 
-def unpack(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Payload:
-    """The payload in a frame.
-
-    Args:
-        frame: a one-dimensional uint8 tensor; its memory is shared, not copied, if it is aligned.
-        max_numel: refuse frames that claim more elements than this.
-
-    Raises:
-        FrameError: the bytes are not a valid frame; the message says why.
-    """
+def unpack_frame(frame: Tensor, max_numel: int) -> Payload:
+    """The payload in a one-dimensional uint8 tensor; its memory is shared, not copied, if it is
+    aligned. Raises FrameError if the bytes are not a valid frame."""
     if frame.dtype != torch.uint8 or frame.dim() != 1:
         raise TypeError(
             f"a frame is a one-dimensional uint8 tensor, got {frame.dtype} of shape "
@@ -73,11 +65,6 @@ def unpack(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Payload:
     )
     _ = payload.opened  # decodes and checks positions and coded levels
     return payload
-
-
-def decode(frame: Tensor, *, max_numel: int = MAX_NUMEL) -> Tensor:
-    """The tensor in a frame; nothing else is needed. Raises FrameError like `unpack`."""
-    return unpack(frame, max_numel=max_numel).restore()
 
 
 def _order(dtypes: list[torch.dtype]) -> list[int]:

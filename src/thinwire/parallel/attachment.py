@@ -16,7 +16,7 @@ from thinwire.feedback import DGC, Feedback, NoFeedback, Vote, feedback_for
 from thinwire.methods import NamedMethod, Recipe, method_of
 from thinwire.parallel.choices import Choices, choices_of
 from thinwire.parallel.ddp import DDPHook, Scaler
-from thinwire.parallel.model import described, parameter_names
+from thinwire.parallel.model import described, not_ddp, parameter_names
 from thinwire.parallel.momentum import take_momentum, with_momentum
 from thinwire.parallel.plan import Planner
 from thinwire.parallel.wire import Wire
@@ -85,13 +85,12 @@ def attach(
     """
     ddp = uncompiled(model)
     if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"attach takes a DistributedDataParallel model, got {type(ddp).__name__}: wrap it, or "
-            "average gradients in a loop of your own with tw.Reducer"
-        )
+        raise TypeError(f"attach takes a DistributedDataParallel model, {not_ddp(ddp)}")
     _check_counts(min_numel, check_every, measure_every)
-    if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
-        raise TypeError(f"scaler must be a GradScaler, got {type(scaler).__name__}")
+    wrong = isinstance(scaler, type) or not callable(getattr(scaler, "get_scale", None))
+    if scaler is not None and wrong:
+        got = f"the class {scaler.__name__}" if isinstance(scaler, type) else type(scaler).__name__
+        raise TypeError(f"scaler must be a GradScaler, got {got}")
     named = parameter_names(ddp)
     trained = {name: parameter for parameter, name in named if parameter.requires_grad}
     for name, parameter in trained.items():
