@@ -76,6 +76,10 @@ class Compressor(ABC):
         """Whether it keeps every bit of every element type."""
         return False
 
+    def sends_all(self, numel: int) -> bool:
+        """Whether it leaves out none of so many elements, whatever they are."""
+        return self.lossless
+
     @property
     def unbiased(self) -> bool:
         """Whether it is right on average, possibly with an error larger than the tensor.

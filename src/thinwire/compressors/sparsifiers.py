@@ -187,6 +187,9 @@ class TopK(Sparsifier):
         check.fraction("TopK", "ratio", self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
 
+    def sends_all(self, numel: int) -> bool:
+        return kept(numel, self.ratio) == numel
+
     def select(self, request: Request) -> Selection | None:
         k = kept(request.numel, self.ratio)
         chosen = kernels.on(request.x.device).top_k(request.x, request.r, k)
