@@ -1,4 +1,4 @@
-"""A decoder of frames from docs/wire-format.md alone: NumPy, zlib and zstandard, no torch.
+"""A decoder from docs/wire-format.md alone: NumPy, zlib and zstandard, no torch.
 
 Written for clarity, not for speed. NumPy has no bfloat16: such tensors come back as float32.
 """
@@ -356,3 +356,25 @@ def decode(frame, max_numel=1 << 32):
     if t in LARGEST and kind != [1]:
         values = narrow(values, t, flags)
     return values.reshape(shape)
+
+
+def container(data, max_numel=1 << 32):
+    """The arrays by name in a container of bytes."""
+    need(len(data) >= 16 and data[:4] == b"TWC1", "not a TWC1 container")
+    count, size, check = np.frombuffer(data[4:16], "<u4").tolist()
+    need(size % 8 == 0 and 16 + size <= len(data), "the length of the table")
+    table = Header(data[16 : 16 + size])
+    need(zlib.crc32(data[4:12] + table.data) == check, "the CRC-32")
+    table.at, at, found = 0, 16 + size, {}
+    for _ in range(count):
+        length = table.varint()
+        name = table.data[table.at : table.at + length]
+        table.at += length
+        length = table.varint()
+        need(at + length <= len(data), "a frame beyond the end")
+        found[name.decode()] = array = decode(data[at : at + length], max_numel)
+        max_numel -= array.size
+        at += ceil(length, 8) * 8
+    need(len(table.data) - table.at < 8 and not any(table.data[table.at :]), "the end of the table")
+    need(len(found) == count and at == len(data), "the end of the container")
+    return found

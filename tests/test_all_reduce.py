@@ -774,7 +774,7 @@ WRONG = {
     "TypeError: TopK: the residual of a torch.float32 tensor must be torch.float32, got": {
         "residual": torch.zeros(4, dtype=torch.float64)
     },
-    "TypeError: expected tensors, got list": {"tensor": [1.0]},
+    "TypeError: TopK: expected a tensor, got list": {"tensor": [1.0]},
     "TypeError: expected a compressor or a spec such as 'topk:0.01', got int": {"compressor": 3},
     "ValueError: topk:0.5 takes SUM and AVG, not MIN: use 'none' without a residual": {"op": "min"},
     "ValueError: none takes SUM and AVG, not MAX": {

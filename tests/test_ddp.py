@@ -5,6 +5,7 @@ compared here. Models and batches are those of nets.py.
 """
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from nets import (
     loss_of,
     memory,
     named,
+    net,
     plain,
     residuals,
     train,
@@ -29,6 +31,7 @@ from nets import (
 from tensors import same
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import thinwire as tw
 
@@ -299,3 +302,48 @@ def test_a_step_that_the_scaler_skips_leaves_no_trace(feedback, where, granulari
         assert {b / a for a, b in itertools.pairwise(found["scales"])} == {0.5, 1, 2}
         assert found["equal"]
         assert found["memory"]
+
+
+def on_forgotten_scaler() -> dict[str, list[str]]:
+    """The warnings of trainings that differ in who takes the optimizer's steps."""
+    found, before = {}, set(_global_optimizer_pre_hooks)
+    for case, (options, enabled) in UNTOLD.items():
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=enabled)
+        if case == "told":
+            options = {"scaler": scaler}
+        model, _ = wired(**options)
+        other = net()
+        scheduled, bystander = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+        torch.optim.lr_scheduler.ConstantLR(scheduled)  # puts a wrapper around step
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                bystander.step()
+                scheduled.zero_grad()
+                scaler.scale(loss_of(model, step)).backward()
+                if case == "by hand":
+                    scheduled.step()
+                else:
+                    scaler.step(scheduled)
+                    scaler.update()
+        ours = [w for w in caught if issubclass(w.category, tw.errors.ThinwireWarning)]
+        found[case] = [str(w.message) for w in ours]
+    found["hooks"] = [str(hook) for hook in set(_global_optimizer_pre_hooks) - before]
+    return found
+
+
+UNTOLD: dict[str, tuple[dict[str, Any], bool]] = {
+    "forgotten": ({}, True),
+    "disabled": ({}, False),
+    "told": ({}, True),
+    "nothing remembered": ({"feedback": "none"}, True),
+    "by hand": ({}, True),
+}
+
+
+def test_a_scaler_that_attach_was_not_given_is_noticed():
+    for found in ranks.run(on_forgotten_scaler, ranks=2):
+        (warning,) = found.pop("forgotten")
+        assert "GradScaler that attach does not know of" in warning
+        assert "scaler=scaler" in warning
+        assert not any(found.values()), found

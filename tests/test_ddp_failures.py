@@ -117,6 +117,17 @@ def test_ranks_that_would_exchange_different_numbers_of_tensors_learn_so(kind):
         assert usable
 
 
+def on_one_scaler() -> Report:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if dist.get_rank() == 1 else None
+    return attempt(*wired(scaler=scaler), 0)
+
+
+def test_a_scaler_that_one_rank_alone_was_given_is_an_error_on_all():
+    for report in ranks.run(on_one_scaler, ranks=2):
+        assert report.error.startswith("MismatchError: ranks disagree in one call, ")
+        assert "scaler: none on rank 0 but given on rank 1" in report.error
+
+
 # Ranks that cannot go on
 
 

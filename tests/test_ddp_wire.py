@@ -6,6 +6,7 @@ compared here. Models and batches are those of nets.py.
 
 import contextlib
 import copy
+import io
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from nets import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import thinwire as tw
 
@@ -113,6 +115,51 @@ def hooked() -> DistributedDataParallel:
     return model
 
 
+def with_python_reducer() -> DistributedDataParallel:
+    model = plain()
+    model._use_python_reducer = True
+    return model
+
+
+def of_package(module: str, name: str, base: type = object, **attributes: Any) -> Any:
+    """An object as a framework has it: a class of this module, or one that derives from it."""
+    theirs = type(name, (base,), {"__module__": module})
+    made = type("Mine", (theirs,), {})()
+    for key, value in attributes.items():
+        setattr(made, key, value)
+    return made
+
+
+class Reluctant:
+    """Like a LightningModule without a trainer."""
+
+    @property
+    def trainer(self) -> Any:
+        raise RuntimeError("not attached to a Trainer")
+
+
+FRAMEWORKS = {
+    "Lightning": (("lightning.pytorch.trainer.trainer", "Trainer"), "`trainer.strategy.model`"),
+    "Lightning's module": (
+        ("pytorch_lightning.core.module", "LightningModule", Reluctant),
+        "`trainer.strategy.model`",
+    ),
+    "Fabric": (("lightning.fabric.fabric", "Fabric"), "`fabric.setup(model, optimizer)[0]._forw"),
+    "Trainer": (("transformers.trainer", "Trainer"), "`trainer.model_wrapped`"),
+    "Accelerate": (("accelerate.accelerator", "Accelerator"), "`accelerator.prepare(model)`"),
+    "DeepSpeed": (("deepspeed.runtime.engine", "DeepSpeedEngine"), "DeepSpeed has none"),
+    "a namesake": (("deepspeedy.engine", "Engine"), "wrap it, or average gradients in a loop"),
+}
+
+
+@pytest.mark.parametrize("kind", FRAMEWORKS)
+def test_attach_says_where_a_framework_keeps_the_ddp_model(kind):
+    given, hint = FRAMEWORKS[kind]
+    with pytest.raises(TypeError, match="DistributedDataParallel model, got Mine") as caught:
+        tw.attach(of_package(*given), "none")
+    assert hint in str(caught.value)
+
+
 WRITER = SimpleNamespace(add_scalar=print)
 REFUSED = {
     "twice": (lambda: tw.attach(wired()[0], "none"), "ValueError: this model has a wire already"),
@@ -120,7 +167,34 @@ REFUSED = {
         lambda: tw.attach(hooked(), "none"),
         "ValueError: this model has a communication hook",
     ),
+    "python reducer": (
+        lambda: tw.attach(with_python_reducer(), "none"),
+        "ValueError: this model was made with torch._dynamo.config.optimize_ddp",
+    ),
     "bare": (lambda: tw.attach(net(), "none"), "TypeError: attach takes a DistributedDataParallel"),
+    "module inside": (
+        lambda: tw.attach(SimpleNamespace(strategy=SimpleNamespace(model=plain())), "none"),
+        "TypeError: attach takes a DistributedDataParallel model, got SimpleNamespace, whose DDP "
+        "model is its .strategy.model: attach to that",
+    ),
+    "compiled inside": (
+        lambda: tw.attach(SimpleNamespace(module=SimpleNamespace(_orig_mod=plain())), "none"),
+        "TypeError: attach takes a DistributedDataParallel model, got SimpleNamespace, whose DDP "
+        "model is its .module: attach to that",
+    ),
+    "class": (
+        lambda: tw.attach(DistributedDataParallel, "none"),
+        "TypeError: attach takes a DistributedDataParallel model, DistributedDataParallel is a c",
+    ),
+    "class of a compressor": (lambda: wired(tw.TopK), "TypeError: expected a policy, a compress"),
+    "class of a feedback": (
+        lambda: wired(feedback=tw.feedback.EF14),
+        "TypeError: EF14 is a class, give an object: EF14(...)",
+    ),
+    "class of a scaler": (
+        lambda: wired(scaler=torch.amp.GradScaler),
+        "TypeError: scaler must be a GradScaler, got the class GradScaler",
+    ),
     "list": (lambda: tw.attach([], "none"), "TypeError: attach takes a DistributedDataParallel"),
     "spec": (lambda: wired("topq:0.1"), "ValueError: "),
     "number": (lambda: wired(0.1), "TypeError: expected a policy, a compressor or a s"),
@@ -207,6 +281,49 @@ def test_a_wire_can_be_detached_and_another_one_attached():
         assert "6 tensors, step 0" in shown[0]
         assert "detached" in shown[1]
         assert all(found.values()), found
+
+
+def saved_and_loaded(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # a module: weights alone would not show it
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved_and_loaded,
+    "AveragedModel": lambda model: AveragedModel(model).module,
+}
+
+
+def on_copies() -> dict[str, bool]:
+    """Of a model that trains with a wire."""
+    found = {}
+    for kind, copied in COPIES.items():
+        (model, wire), (ours, _), other = wired(), wired(), plain()
+        for step in range(3):
+            for each in (model, ours, other):
+                backward(each, step)
+        twin = copied(model)
+        for step in range(3, 6):
+            for each in (model, ours, other, twin):
+                backward(each, step)
+            found[f"{kind}, original {step}"] = all_same(gradients(model), gradients(ours))
+            found[f"{kind}, copy {step}"] = all_same(gradients(twin), gradients(other))
+        found[f"{kind}, wire"] = wire.step == 6
+        fresh, _ = wired(granularity="tensor")  # its first buckets are others
+        tw.attach(twin, "topk:0.1", min_numel=MIN, granularity="tensor")
+        for step in range(6, 8):
+            backward(twin, step)
+            backward(fresh, step)
+            found[f"{kind}, attached {step}"] = all_same(gradients(twin), gradients(fresh))
+    return found
+
+
+def test_a_copy_of_a_model_is_one_without_a_wire():
+    for found in ranks.run(on_copies, ranks=2):
+        assert all(found.values()), [name for name, good in found.items() if not good]
 
 
 def on_one_rank() -> dict[str, bool]:

@@ -1,9 +1,11 @@
 """The wire format: golden frames, hostile frames with their messages, a fuzz of the reader."""
 
 import random
+import struct
 import zlib
 from pathlib import Path
 
+import independent_reader
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tensors import normal, same
 
 import thinwire as tw
 from thinwire import kernels
+from thinwire.errors import FrameError
 from thinwire.frames.code import Code, varint
 from thinwire.frames.header import CODES, MOST_DEPTH, header_bytes
 from thinwire.frames.levels import Affine, Elias, Pairs, Powers, Uniform
@@ -85,6 +88,155 @@ def test_what_is_no_frame_is_refused(frame):
     for read in (tw.unpack, tw.decode):
         with pytest.raises(TypeError, match="a frame is a one-dimensional uint8 tensor, got"):
             read(frame)
+
+
+# Bytes, arrays, and several tensors at once
+
+
+def as_array(frame: torch.Tensor) -> np.ndarray:
+    array = frame.numpy().copy()
+    array.flags.writeable = False
+    return array
+
+
+FORMS = {
+    "bytes": lambda frame: frame.numpy().tobytes(),
+    "bytearray": lambda frame: bytearray(frame.numpy().tobytes()),
+    "memoryview": lambda frame: memoryview(frame.numpy().tobytes()),
+    "part of a buffer": lambda frame: memoryview(b"abc" + frame.numpy().tobytes())[3:],
+    "every other byte": lambda frame: memoryview(frame.repeat_interleave(2).numpy())[::2],
+    "array": as_array,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_frame_may_come_as_bytes(form):
+    payload = tw.TopK(0.2).encode(normal(50, 1).view(5, 10))
+    given = FORMS[form](tw.pack(payload))
+    assert same(tw.decode(given), payload.restore())
+    assert tw.unpack(given).fingerprint == payload.fingerprint
+    with pytest.raises(FrameError, match="the limit is 49"):
+        tw.decode(given, max_numel=49)
+    with pytest.raises(FrameError):
+        tw.decode(given[:-1])
+    with pytest.raises(FrameError, match="too few"):
+        tw.decode(given[:0])
+
+
+def test_a_payload_does_not_follow_the_buffer_it_came_in():
+    buffer = bytearray(tw.pack(tw.NoCompression().encode(torch.ones(4))).numpy().tobytes())
+    payload = tw.unpack(buffer)
+    buffer[:] = bytes(len(buffer))
+    assert same(payload.restore(), torch.ones(4))
+
+
+NAMED = {
+    "layer.weight": lambda: tw.TopK(0.2).encode(normal(50, 1).view(5, 10)),
+    "": lambda: tw.Quantize(4).encode(normal(7, 2, torch.float64)),
+    "größe": lambda: tw.NoCompression().encode(torch.arange(3)),
+    "empty": lambda: tw.NoCompression().encode(torch.empty(0, 3)),
+    "nan": lambda: tw.TopK(0.5).encode(torch.full((3,), torch.nan)),
+}
+
+
+def container() -> bytes:
+    return tw.pack({name: make() for name, make in NAMED.items()})
+
+
+def test_several_tensors_go_into_one_container():
+    data = container()
+    found, payloads = tw.decode(data), tw.unpack(bytearray(data))
+    assert list(found) == list(payloads) == list(NAMED)
+    for name, make in NAMED.items():
+        assert same(found[name], make().restore())
+        assert payloads[name].fingerprint == make().fingerprint
+    frames = sum(-(-make().num_bytes // 8) * 8 for make in NAMED.values())
+    table = sum(len(name.encode()) + 2 for name in NAMED)  # lengths below 128 take a byte each
+    assert len(data) == 16 + -(-table // 8) * 8 + frames
+    assert tw.decode(tw.pack({})) == {}
+
+
+def test_containers_are_what_the_page_says():
+    assert independent_reader.container(container()).keys() == NAMED.keys()
+    for name, found in independent_reader.container(container()).items():
+        wanted = NAMED[name]().restore().numpy()
+        assert found.shape == wanted.shape
+        assert np.array_equal(found, wanted, equal_nan=True)
+
+
+def sealed(data: bytes) -> bytes:
+    """A container whose table has the right CRC-32 again."""
+    _, count, size, _ = struct.unpack("<4sIII", data[:16])
+    check = zlib.crc32(data[4:12] + data[16 : 16 + size])
+    return struct.pack("<4sIII", b"TWC1", count, size, check) + data[16:]
+
+
+def test_every_changed_byte_of_a_container_is_seen():
+    data, before = container(), tw.decode(container())
+    rng = random.Random(0)
+    frames = 16 + struct.unpack("<I", data[8:12])[0]
+    for at in [*range(frames + 40), *range(frames + 40, len(data), 7)]:
+        changed = bytearray(data)
+        changed[at] ^= 1 << rng.randrange(8)
+        with pytest.raises(FrameError):
+            tw.decode(changed)
+        try:  # with the right CRC-32: other names, or nothing
+            found = tw.decode(sealed(bytes(changed)))
+        except FrameError:
+            continue
+        assert all(same(a, b) for a, b in zip(found.values(), before.values(), strict=True))
+    for end in range(0, len(data), 3):
+        with pytest.raises(FrameError):
+            tw.decode(data[:end])
+
+
+ONE = tw.pack({"a": tw.NoCompression().encode(torch.ones(2))})  # 16 bytes, 8, then the frame
+BAD_CONTAINERS = {
+    "twice": (
+        struct.pack("<4sIII", b"TWC1", 2, 8, 0) + ONE[16:19] * 2 + bytes(2) + ONE[24:] * 2,
+        "'a': twice",
+    ),
+    "more than there are": (ONE[:4] + struct.pack("<I", 2**32 - 1) + ONE[8:], "table of the cont"),
+    "a table beyond the end": (ONE[:8] + struct.pack("<I", 2**32 - 8) + ONE[12:], "a table of 42"),
+    "a frame beyond the end": (ONE[:18] + b"\xff\xff\xff\x7f" + ONE[22:], "does not fit"),
+    "a name beyond the table": (ONE[:16] + b"\x70" + ONE[17:], "table of the container"),
+    "no UTF-8": (ONE[:17] + b"\xff" + ONE[18:], "UTF-8"),
+    "something behind": (ONE + bytes(8), "8 bytes follow"),
+    "no end of the table": (ONE[:23] + b"\1" + ONE[24:], "end in zeros"),
+    "a frame of a frame": (ONE[:24] + container()[:16] + ONE[40:], "'a': a container, not a frame"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONTAINERS)
+def test_hostile_containers_are_refused(case):
+    data, message = BAD_CONTAINERS[case]
+    with pytest.raises(FrameError, match=message):
+        tw.unpack(sealed(data))
+
+
+def test_the_limit_is_for_all_tensors_of_a_container():
+    tw.unpack(container(), max_numel=63)
+    with pytest.raises(FrameError, match="the frame claims 3 elements, the limit is 2"):
+        tw.unpack(container(), max_numel=62)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda: tw.decode("frame"), "uint8 tensor or bytes, got str"),
+        (lambda: tw.decode([1, 2]), "uint8 tensor or bytes, got list"),
+        (lambda: tw.decode(np.zeros(40)), "one-dimensional and uint8, got float64"),
+        (lambda: tw.decode(tw.TopK(0.5).encode(torch.ones(4))), "a payload already"),
+        (lambda: tw.pack(torch.ones(3)), r"got Tensor: compressor.encode\(x\)"),
+        (lambda: tw.pack(np.ones(3)), r"got ndarray: compressor.encode\(x\)"),
+        (lambda: tw.pack({"a": torch.ones(3)}), "a: expected a payload, got Tensor"),
+        (lambda: tw.pack({3: tw.TopK(0.5).encode(torch.ones(4))}), "must be a string, got 3"),
+        (lambda: tw.pack(b"abc"), "got bytes"),
+    ],
+)
+def test_what_cannot_be_packed_or_unpacked_is_said(attempt, message):
+    with pytest.raises(TypeError, match=message):
+        attempt()
 
 
 def test_the_limit_is_the_callers():

@@ -303,3 +303,12 @@ def test_varints_of_all_lengths_in_a_header():
                     except tw.FrameError:
                         continue
                     assert number in CODES
+
+
+def test_frames_of_a_container_share_one_limit():
+    """Many small frames, each of which claims just what a frame of its own may take."""
+    empty = tw.TopK(0.01).encode(torch.full((ALWAYS // 8,), torch.nan))
+    assert len(tw.pack(empty)) < 100
+    assert tw.unpack(tw.pack(empty)).non_finite
+    with pytest.raises(FrameError, match="'c'.*memory"):
+        tw.unpack(tw.pack(dict.fromkeys("abc", empty)))

@@ -733,11 +733,37 @@ def test_momentum_is_taken_and_given_back():
     assert feedback == tw.feedback.DGC(0.8, nesterov=True, clip=2.0)
     undo = take_momentum(optimizer, feedback)
     (group,) = optimizer.param_groups
-    assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0, False, 0)
+    # Weight decay is off during a step alone: it can be read and changed.
+    assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0, False, 0.1)
     undo()
     assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.8, True, 0.1)
     assert group.keys() == sgd().param_groups[0].keys()
     assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_step_that_is_broken_off_does_not_lose_the_weight_decay():
+    optimizer = sgd(momentum=0.8, weight_decay=0.1)
+    undo = take_momentum(optimizer, with_momentum(tw.feedback.DGC(), optimizer))
+    (group,) = optimizer.param_groups
+
+    def closure() -> float:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        optimizer.step(closure)
+    before = [p.clone() for p in group["params"]]
+    for p in group["params"]:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for p, old in zip(group["params"], before, strict=True):
+        assert torch.allclose(p, old * (1 - 0.1 * 0.1))
+    assert group["weight_decay"] == 0.1
+    with pytest.raises(RuntimeError):
+        optimizer.step(closure)
+    undo()
+    assert group["weight_decay"] == 0.1
+    assert group.keys() == sgd().param_groups[0].keys()
 
 
 def test_momentum_is_given_back_after_a_checkpoint():

@@ -796,13 +796,60 @@ def on_dgc_that_sends_all_is_momentum_sgd() -> None:
 
 
 @law(2)
+def on_weight_decay_may_change_while_dgc_has_the_momentum() -> None:
+    """By hand or by a scheduler, up and down to nothing; groups may be added."""
+    for nesterov in (False, True):
+        model, other = (plain(Doubles()) for _ in range(2))
+        both = [
+            groups(m, momentum=0.9, nesterov=nesterov, weight_decay=0.1) for m in (model, other)
+        ]
+        tw.attach(model, "dgc:1.0", optimizer=both[0], min_numel=10, timeout=TIMEOUT)
+        for step, decay in enumerate((0.1, 0.3, 0.0, 0.0, 0.2, 0.0)):
+            for optimizer in both:
+                optimizer.param_groups[0]["weight_decay"] = decay
+                optimizer.param_groups[1]["weight_decay"] = decay / 2
+            train(model, range(step, step + 1), both[0])
+            train(other, range(step, step + 1), both[1])
+            assert both[0].param_groups[0]["weight_decay"] == decay
+            for a, b in zip(model.parameters(), other.parameters(), strict=True):
+                # As in the test before this one.
+                assert (a - b).abs().max() <= 10 * (step + 1) * 50 * EPS * 8, (nesterov, step)
+
+
+@law(2)
+def on_momentum_ends_where_all_that_was_not_zero_was_sent() -> None:
+    """5 elements of 100 are not zero, and 50 could be sent."""
+    reducer = make("topk:0.5", feedback="dgc:0.9", collective="gather")
+    x = torch.zeros(100)
+    x[::20] = mine(5)
+    reducer.average({"w": x})
+    assert not remembered(reducer)["residual"].any()
+    assert not remembered(reducer)["u"].any()
+    nothing = torch.zeros(100)
+    reducer.average({"w": nothing})
+    assert not nothing.any(), "what was sent goes on with old momentum"
+
+
+EARLY = tw.Reducer("topk:1.0", feedback="dgc:0.5,clip=3", collective="gather", timeout=TIMEOUT)
+
+
+@law(2, 3)
+def on_a_reducer_that_was_made_before_the_group_clips_by_its_size() -> None:
+    x, size = torch.ones(9), dist.get_world_size()
+    EARLY.reset()
+    EARLY.average({"w": x})
+    assert torch.allclose(x, torch.ones(9) / size**0.5)
+
+
+@law(2)
 def on_attach_takes_momentum_and_detach_gives_it_back() -> None:
     model = plain()
     optimizer = groups(model, momentum=0.9, nesterov=True, weight_decay=0.1)
     before = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     wire = tw.attach(model, "dgc:0.1", optimizer=optimizer, min_numel=10, timeout=TIMEOUT)
     assert wire._reducer.feedback == tw.feedback.DGC(0.9, nesterov=True)
-    assert all(g["momentum"] == g["weight_decay"] == 0 for g in optimizer.param_groups)
+    assert [g["momentum"] for g in optimizer.param_groups] == [0, 0]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0]
     train(model, range(2), optimizer)
     wire.detach()
     wire.detach()  # twice is once

@@ -764,6 +764,43 @@ def on_ddp() -> bool:
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+AVERAGED = {"DDP": True, "no_sync": False, "same batches": True, "same batch once": False}
+
+
+def on_averaged(kind: str) -> dict[str, list[str]]:
+    """What each kind of training is warned of."""
+    found = {}
+    for case in AVERAGED:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        outer = nn.parallel.DistributedDataParallel(model)
+        optimizer = make(kind, model.parameters())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(4):
+                optimizer.zero_grad()
+                same = case == "same batches" or (case == "same batch once" and not step)
+                x = normal(20, 10 * step + (0 if same else dist.get_rank())).view(4, 5)
+                with contextlib.nullcontext() if case == "DDP" else outer.no_sync():
+                    outer(x).square().mean().backward()
+                if step == 1:
+                    optimizer.zero_grad()  # which says nothing
+                optimizer.step()
+        ours = [w for w in caught if issubclass(w.category, tw.errors.ThinwireWarning)]
+        found[case] = [str(w.message) for w in ours]
+    return found
+
+
+@over_kinds
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_that_were_averaged_already_are_noticed(kind: str, size: int) -> None:
+    for found in ranks.run(on_averaged, kind, ranks=size):
+        for case, warned in AVERAGED.items():
+            assert len(found[case]) == warned, (case, found[case])
+        assert found["DDP"][0].startswith(f"{kind}: all ranks came with the same gradients")
+        assert "model.no_sync()" in found["DDP"][0]
+
+
 # Settings.
 
 

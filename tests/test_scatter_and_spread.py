@@ -338,7 +338,7 @@ def scatter_refusals() -> None:
     refused(TypeError, "float32, float64", rs, out.int(), x.int(), "topk:0.1")
     refused(TypeError, "use SUM", rs, out.int(), x.int(), "none", op="avg")
     refused(TypeError, "compressor or a spec", rs, out, x, 3)
-    refused(TypeError, "expected tensors", rs, out, [out, 3.0], "none")
+    refused(TypeError, "expected a tensor, got float", rs, out, [out, 3.0], "none")
     refused(ValueError, "timeout must be", rs, out, x, "none", timeout=-1)
     refused(ValueError, "one device", rs, out, x.to("meta"), "none")
     refused(tw.MemoryLimitError, "limit is 100 B", rs, out, x, "none", max_bytes=100)

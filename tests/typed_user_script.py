@@ -42,9 +42,11 @@ def compressors(gradient: Tensor, residual: Tensor) -> None:
     assert_type(payload.num_bytes, int)
     assert_type(payload.compression_ratio, float)
     assert_type(chain.decode(payload), Tensor)
+    assert_type(chain.encode(gradient.numpy(), residual=residual.numpy()), tw.Payload)
     chain.accumulate([payload, payload], gradient, 0.5)
     frame = tw.pack(payload)
     assert_type(frame, Tensor)
+    assert_type(tw.pack({"weight": payload}), bytes)
     try:
         assert_type(tw.unpack(frame, max_numel=1000), tw.Payload)
         assert_type(tw.decode(frame), Tensor)

@@ -106,6 +106,8 @@ class Kind(Generic[T]):
             TypeError: it is no string.
             ValueError: says what is wrong, and what is known.
         """
+        if isinstance(spec, type):
+            raise TypeError(f"{spec.__name__} is a class, give an object: {spec.__name__}(...)")
         if not isinstance(spec, str):
             raise TypeError(f"a spec is a string such as {self.example!r}, got {spec!r}")
         return self.read(spec)

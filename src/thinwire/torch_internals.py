@@ -119,6 +119,22 @@ def queue_callback(callback: Callable[[], None]) -> bool:
     return True
 
 
+def register_hook(ddp: Any, state: object, hook: Callable[..., Any]) -> None:
+    """Register a communication hook that copies of the DDP module do not inherit.
+
+    DDP's reducer has it then; the list of hooks on the module is for torch's Python reducer, which
+    calls them with single gradients instead of buckets. A copy of the module would have the list
+    but no hook in its reducer, and could not be loaded where thinwire is missing.
+    """
+    if getattr(ddp, "_use_python_reducer", False):
+        raise ValueError(
+            "this model was made with torch._dynamo.config.optimize_ddp = 'python_reducer', with "
+            "which DDP gives hooks no buckets: make it with optimize_ddp = True"
+        )
+    ddp.register_comm_hook(state, hook)
+    ddp._comm_hooks.pop()
+
+
 def profiler_range(name: str) -> contextlib.AbstractContextManager[Any]:
     """A named range for torch's profiler, if one is running.
 

@@ -25,7 +25,7 @@ from thinwire.collectives.options import Group, NodesGiven, Options, ReduceOp, T
 from thinwire.collectives.reduction import FlatTensors, Reduction
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor, compressor_of
-from thinwire.compressors.base import FLOATS
+from thinwire.compressors.base import FLOATS, check_dense
 from thinwire.kernels import Key
 
 log = logging.getLogger("thinwire")
@@ -282,8 +282,7 @@ def check_operands(
     without = all(r is None for r in residuals)
     uncompressed = compressor.lossless and compressor.summable and without
     for tensor, r in zip(tensors, residuals, strict=True):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected tensors, got {type(tensor).__name__}")
+        check_dense(type(compressor).__name__, tensor)
         if op not in ("SUM", "AVG") and not uncompressed:
             raise ValueError(
                 f"{compressor} takes SUM and AVG, not {op}: use 'none' without a residual"

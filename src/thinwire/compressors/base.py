@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.errors import ThinwireWarning
+from thinwire.frames.arrays import Array, Bytes, tensor_of
 from thinwire.frames.code import Code, Extent, Start
 from thinwire.frames.frame import longest_frame
 from thinwire.frames.header import DTYPES, LONGEST_HEADER
@@ -75,6 +77,10 @@ class Compressor(ABC):
         """Whether it keeps every bit of every element type."""
         return False
 
+    def sends_all(self, numel: int) -> bool:
+        """Whether it leaves out none of so many elements, whatever they are."""
+        return self.lossless
+
     @property
     def unbiased(self) -> bool:
         """Whether it is right on average, possibly with an error larger than the tensor.
@@ -114,6 +120,9 @@ class Compressor(ABC):
     def check_input(self, x: Tensor, residual: Tensor | None) -> None:
         """Raise TypeError or ValueError for a tensor and residual that `encode` cannot take."""
         who = type(self).__name__
+        check_dense(who, x)
+        if residual is not None:
+            check_dense(f"{who}, residual", residual)
         takes = DTYPES if self.lossless and residual is None else FLOATS
         if x.dtype not in takes:
             hint = "; a residual needs one too" if self.lossless and x.dtype in DTYPES else ""
@@ -155,9 +164,9 @@ class LocalCompressor(Compressor):
         return LONGEST_HEADER + self.max_section_bytes(Extent(dtype, numel))
 
     def encode(
-        self, x: Tensor, *, residual: Tensor | None = None, key: Key | None = None
+        self, x: Tensor | Array, *, residual: Tensor | Array | None = None, key: Key | None = None
     ) -> Payload:
-        """Compress a tensor.
+        """Compress a tensor, or a NumPy array.
 
         Args:
             x: float32, float64, float16 or bfloat16 (lossless compressors take integers too), of
@@ -171,9 +180,12 @@ class LocalCompressor(Compressor):
         Returns:
             The payload, with ``payload.num_bytes`` the size of its frame.
         """
-        payload = self.draft(x, residual=residual, key=key)
-        if residual is not None:
-            self.settle(payload, x, residual)
+        who = f"{type(self).__name__}.encode"
+        tensor = tensor_of(f"{who}: x", x)
+        kept = None if residual is None else tensor_of(f"{who}: residual", residual, written=True)
+        payload = self.draft(tensor, residual=kept, key=key)
+        if kept is not None:
+            self.settle(payload, tensor, kept)
         return payload
 
     def draft(
@@ -213,21 +225,25 @@ class LocalCompressor(Compressor):
             payload.add_to(flat, -1.0)
         done()
 
-    def decode(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+    def decode(self, payload: Payload, out: Tensor | Array | None = None) -> Tensor:
         """The decompressed tensor: a new one of the original shape and type, or `out` filled."""
         self._check_payload(payload)
         if out is not None:
+            out = tensor_of(f"{type(self).__name__}.decode: out", out, written=True)
             _check_out(payload, out)
         return payload.restore(out)
 
     def accumulate(
-        self, payload: Payload | Sequence[Payload], out: Tensor, weight: float = 1.0
+        self, payload: Payload | Sequence[Payload], out: Tensor | Array, weight: float = 1.0
     ) -> None:
         """out += weight * decoded; for sparse payloads the cost is that of the payload.
 
         A sequence of payloads is added in its order, to the same bits as one after the other.
         """
-        payloads = [payload] if isinstance(payload, Payload) else list(payload)
+        given: Any = payload  # bytes are a sequence too
+        several = isinstance(given, Sequence) and not isinstance(given, Bytes)
+        payloads: list[Payload] = list(given) if several else [given]
+        out = tensor_of(f"{type(self).__name__}.accumulate: out", out, written=True)
         for each in payloads:
             self._check_payload(each)
             _check_out(each, out)
@@ -249,6 +265,11 @@ class LocalCompressor(Compressor):
         return Payload(code, dtype, shape, sections, device, non_finite, self.fingerprint, known)
 
     def _check_payload(self, payload: Payload) -> None:
+        if not isinstance(payload, Payload):
+            raise TypeError(
+                f"{type(self).__name__} reads payloads, got {type(payload).__name__}: tw.unpack "
+                "makes a payload of a frame, tw.decode its tensor"
+            )
         if payload.fingerprint != self.fingerprint:
             raise ValueError(
                 f"{self!r} cannot read this payload: other settings wrote it (fingerprint "
@@ -276,8 +297,22 @@ def _check_out(payload: Payload, out: Tensor) -> None:
         raise TypeError(f"a payload of {payload.dtype} cannot go into {out.dtype}")
 
 
+def check_dense(who: str, given: object) -> None:
+    """Refuse what is no tensor, or none whose elements all lie in memory."""
+    if not isinstance(given, Tensor):
+        array = isinstance(given, np.ndarray)
+        hint = ": torch.from_numpy(array) shares its memory" if array else ""
+        raise TypeError(f"{who}: expected a tensor, got {type(given).__name__}{hint}")
+    if given.layout != torch.strided or given.is_meta:
+        kind = "meta" if given.is_meta else str(given.layout).removeprefix("torch.")
+        hint = "" if given.is_meta else ": call to_dense() first"
+        raise TypeError(f"{who}: expected a dense tensor, got a {kind} one{hint}")
+
+
 def checked_key(key: Key | None) -> Key:
     """A key that can be drawn with."""
+    if key is not None and not isinstance(key, Key):
+        raise TypeError(f"key must be a tw.Key(seed, step, tensor), got {key!r}")
     return DEFAULT_KEY if key is None else key.checked()
 
 

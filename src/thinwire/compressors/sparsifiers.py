@@ -208,6 +208,9 @@ class TopK(Sparsifier):
     def max_chosen(self, numel: int) -> int:
         return kept(numel, self.ratio)
 
+    def sends_all(self, numel: int) -> bool:
+        return kept(numel, self.ratio) == numel
+
     def select(self, request: Request) -> Selection | None:
         k = kept(request.numel, self.ratio)
         chosen = kernels.on(request.x.device).top_k(request.x, request.r, k)

@@ -38,6 +38,7 @@ class Workspace(NamedTuple):
         separate: `commit` comes after other exchanges, or never: then the state must be untouched
             and the memory the update's own.
         size: of the group.
+        whole: whether everything will be sent, so that nothing but rounding is left out.
     """
 
     buffers: ScratchBuffers
@@ -45,6 +46,7 @@ class Workspace(NamedTuple):
     first: bool
     separate: bool
     size: int = 1
+    whole: bool = False
 
     def take(self, name: str, like: StateVector) -> Tensor:
         """A tensor to work in, with any content."""

@@ -16,8 +16,8 @@ class DGC(Remembering):
     u = m u + g; v = v + u; what C chooses of v is sent, and both u and v start from zero there
     (momentum factor masking: what was sent late must not go on with old momentum). With Nesterov
     momentum u = m (u + g); v = v + u + g. It takes the place of the optimizer's own momentum, which
-    must be off: `attach(..., optimizer=)` sees to that. Where nothing is left out, u is kept, and
-    this is momentum SGD.
+    must be off: `attach(..., optimizer=)` sees to that. Where everything is sent by design
+    (uncompressed, Top-K of all elements, a group of one rank), u is kept, and this is momentum SGD.
 
     Made for compressors that send single elements (Top-K) through "gather".
 
@@ -59,7 +59,8 @@ class _DGCUpdate(Update):
     def __init__(self, settings: DGC, state: State, x: Tensor, workspace: Workspace) -> None:
         kept = state["residual"]
         super().__init__(x, workspace.take("tensor", kept), workspace.take("residual", kept))
-        self._settings, self._state, self._size = settings, state, workspace.size
+        self._settings, self._state = settings, state
+        self._size, self._whole = workspace.size, workspace.whole
         self._u = workspace.take("u", kept)
         self._v = workspace.take("v", kept)  # all that could have been sent
 
@@ -96,7 +97,7 @@ class _DGCUpdate(Update):
         for lo, hi, waiting in self.held_back:
             self._u[lo:hi].copy_(self._state["u"].read()[lo:hi])
             self._v[lo:hi].copy_(waiting)
-        if self.residual.any():
+        if not self._whole:
             self._u.masked_fill_(self.residual != self._v, 0.0)
         self._state["u"].write(self._u)
         self._state["residual"].write(self.residual)

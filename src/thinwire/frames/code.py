@@ -44,6 +44,13 @@ class Reader:
         self.at += 1
         return self._data[self.at - 1]
 
+    def take(self, count: int) -> bytes:
+        """So many bytes."""
+        if count > len(self._data) - self.at:
+            raise FrameError("the frame ends within its header")
+        self.at += count
+        return self._data[self.at - count : self.at]
+
     def varint(self) -> int:
         value = 0
         for shift in range(0, 70, 7):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.errors import FrameError
-from thinwire.formatting import read_bytes, show_bytes
+from thinwire.formatting import show_bytes
 from thinwire.frames.code import Extent, Section, as_bytes
 from thinwire.frames.header import ALIGNMENT, CHECKSUM, LONGEST_HEADER, Header, read_header
 from thinwire.frames.payload import Payload
@@ -32,8 +32,8 @@ VALUES = 16
 MARGIN = 1 << 20
 
 
-def pack(payload: Payload) -> Tensor:
-    """The payload as a frame: a uint8 tensor of `payload.num_bytes` bytes on its device."""
+def pack_frame(payload: Payload) -> Tensor:
+    """The payload as a uint8 tensor of `payload.num_bytes` bytes on its device."""
     header = payload.header
     pieces = [torch.frombuffer(bytearray(header), dtype=torch.uint8).to(payload.device)]
     pieces += [as_bytes(payload.sections[i]) for i in _order([s.dtype for s in payload.sections])]
@@ -43,27 +43,9 @@ def pack(payload: Payload) -> Tensor:
     return frame
 
 
-def unpack(
-    frame: Tensor, *, max_numel: int | None = None, max_bytes: int | str | None = None
-) -> Payload:
-    """The payload in a frame.
-
-    Frames of strangers are safe to read: what they can make this process allocate is limited. Give
-    `max_numel` where the size of the tensor is known.
-
-    Args:
-        frame: a one-dimensional uint8 tensor; its memory is shared, not copied, if it is aligned.
-        max_numel: refuse frames that claim more elements than this; by default 2^32.
-        max_bytes: refuse frames whose decoding would take more memory than this, the tensor
-            included, as a number or "512MiB". By default, with `max_numel`, what every compressor
-            needs for that many elements (64 bytes each, 128 for float64); without it 1024 times the
-            length of the frame, but at least 256 MiB and at most 16 GiB.
-
-    Raises:
-        FrameError: the bytes are not a valid frame, or exceed a limit; the message says why.
-    """
-    if max_bytes is not None:
-        max_bytes = read_bytes(max_bytes)
+def unpack_frame(frame: Tensor, max_numel: int | None, max_bytes: int | None) -> Payload:
+    """The payload in a one-dimensional uint8 tensor, whose memory is shared, not copied, if it is
+    aligned. Limits and errors are those of `packing.unpack`."""
     if frame.dtype != torch.uint8 or frame.dim() != 1:
         raise TypeError(
             f"a frame is a one-dimensional uint8 tensor, got {frame.dtype} of shape "
@@ -105,13 +87,6 @@ def unpack(
     return payload
 
 
-def decode(
-    frame: Tensor, *, max_numel: int | None = None, max_bytes: int | str | None = None
-) -> Tensor:
-    """The tensor in a frame; nothing else is needed. Limits and errors are those of `unpack`."""
-    return unpack(frame, max_numel=max_numel, max_bytes=max_bytes).restore()
-
-
 def longest_frame(extent: Extent) -> int:
     """No compressor makes a longer frame of such a tensor, whichever it is.
 
@@ -131,6 +106,11 @@ def _default_limit(length: int, extent: Extent, expected: bool) -> int:
     """
     if expected:
         return VALUES * extent.real.itemsize * extent.numel + MARGIN
+    return default_bytes(length)
+
+
+def default_bytes(length: int) -> int:
+    """Most memory that so many bytes of strangers may take to decode."""
     return min(max(ALWAYS, EXPANSION * length), MAX_BYTES)
 
 

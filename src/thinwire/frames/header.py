@@ -13,6 +13,7 @@ from thinwire.frames.values import Narrow, NonFinite, Raw, Scaled8
 from thinwire.frames.zipped import Zipped
 
 MAGIC = b"TWF1"
+CONTAINER = b"TWC1"  # of several frames, see `packing`
 FIXED = 20  # magic, dtype, flags, dimensions, a zero byte, checksum, fingerprint
 CHECKSUM = slice(8, 16)
 NON_FINITE = 1
@@ -74,6 +75,8 @@ def read_header(data: bytes, max_numel: int) -> Header:
     """Parse and check a header; `data` holds at least the whole of it if the frame does."""
     if len(data) < FIXED:
         raise FrameError(f"{len(data)} bytes are too few for a frame")
+    if data[:4] == CONTAINER:
+        raise FrameError("a container, not a frame: give it to tw.unpack or tw.decode as bytes")
     if data[:4] != MAGIC:
         raise FrameError(f"not a frame: it starts with {data[:4]!r} instead of {MAGIC!r}")
     number, flags, dimensions, zero = data[4:8]

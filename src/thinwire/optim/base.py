@@ -27,6 +27,7 @@ from thinwire.optim.adam import Slot
 from thinwire.telemetry import Ledger
 
 ONE_BIT = ScaledSign("l2")
+ALIKE = 2  # steps with the same gradients on all ranks that are no accident
 UNCOMPRESSED = NoCompression()
 
 
@@ -88,6 +89,7 @@ class ExchangingOptimizer(Optimizer):
         self._ledger = Ledger()
         self._skipped = 0
         self._lives: dict[Tensor, Tensor | None] = {}  # while the variance stays as it is
+        self._alike: int | None = 0  # steps with the same gradients on all ranks; None: settled
         super().__init__(params, defaults)
         known = {p for each in self.param_groups for p in each["params"]}
         if not self._masks.keys() <= known:
@@ -168,7 +170,32 @@ class ExchangingOptimizer(Optimizer):
             Whether all of it is finite; otherwise the step is to be left out.
         """
         self._carry(slots, tensors, [None] * len(tensors), UNCOMPRESSED, step)
-        return self._sound(all(map(is_finite, tensors)))
+        if not self._sound(all(map(is_finite, tensors))):
+            return False
+        if self._alike is not None and self._size > 1:
+            self._compare(slots, tensors)
+        return True
+
+    def _compare(self, slots: Sequence[Slot], averages: Sequence[Tensor]) -> None:
+        """Warn if somebody has averaged the gradients already: an average that is no other than
+        this rank's own gradient says so, whoever did it."""
+        assert self._alike is not None
+        own = self._gradients(slots, copy=False)
+        if not any(bool(g.any()) for g in own):
+            return  # zeros say nothing
+        pairs = zip(averages, own, strict=True)
+        self._alike = self._alike + 1 if all(_same(*pair, self._size) for pair in pairs) else None
+        if self._alike == ALIKE:
+            self._alike = None
+            warnings.warn(
+                f"{type(self).__name__}: all ranks came with the same gradients in the first "
+                f"{ALIKE} steps. DDP has averaged them, uncompressed, before this optimizer "
+                "exchanges them once more: train the plain module, or put forward and backward "
+                "into `with model.no_sync():`. (If nobody has averaged them, all ranks see the "
+                "same batches.)",
+                ThinwireWarning,
+                stacklevel=5,
+            )
 
     def _compress(self, slots: Sequence[Slot], tensors: list[Tensor], step: int) -> bool:
         """Average tensors over the group, in place, compressed both ways.
@@ -407,6 +434,13 @@ class Staged(ExchangingOptimizer):
 def is_finite(tensor: Tensor) -> bool:
     """Whether all elements are; the ends of a tensor with NaN are NaN."""
     return not tensor.numel() or all(math.isfinite(end) for end in tensor.aminmax())
+
+
+def _same(average: Tensor, own: Tensor, size: int) -> bool:
+    """Whether a sum of `size` numbers over `size` has equal ones in it: each addition and the
+    division round once."""
+    found = torch.finfo(average.dtype)
+    return torch.allclose(average, own, rtol=size * found.eps, atol=size * found.tiny)
 
 
 def _chosen(tensor: Tensor, live: Tensor | None) -> Tensor:

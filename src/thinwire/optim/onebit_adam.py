@@ -21,9 +21,10 @@ class OneBitAdam(Staged):
         m   = C(mean of C(m_i + e_i), plus the server's error), the same on all ranks
         p   = p - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^T)) + eps)
 
-    C(x) = (||x||_2 / sqrt(d)) sign(x) for each tensor by itself, and e_i takes what C leaves out,
-    that of the ranks and, of the shard that a rank sums, that of the server: P times the change of
-    m that is still missing is the sum of the e_i over ranks.
+    C(x) = (||x||_2 / sqrt(d)) sign(x) for each shard of each tensor by itself: rank j is the server
+    of the elements from n j / P to n (j + 1) / P of a tensor of n, and d is the length of that
+    shard. e_i takes what C leaves out, that of the ranks and, of the shard that a rank sums, that
+    of the server: P times the change of m that is still missing is the sum of the e_i over ranks.
 
     Bias is corrected as in torch.optim.Adam, so that the first stage equals it to rounding; the
     correction of v is frozen with v. (The paper's second stage and DeepSpeed have none.)

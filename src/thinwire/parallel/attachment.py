@@ -10,7 +10,7 @@ from thinwire.collectives.options import NodesGiven, Timeout
 from thinwire.feedback import Feedback
 from thinwire.parallel.configuration import CompressorGiven, Configuration, Scaler
 from thinwire.parallel.ddp import DDPHook, hook_of
-from thinwire.parallel.model import described, parameter_names
+from thinwire.parallel.model import described, not_ddp, parameter_names
 from thinwire.parallel.plan import Planner
 from thinwire.parallel.wire import Wire
 from thinwire.torch_internals import uncompiled
@@ -75,10 +75,7 @@ def attach(
     """
     ddp = uncompiled(model)
     if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"attach takes a DistributedDataParallel model, got {type(ddp).__name__}: wrap it, or "
-            "average gradients in a loop of your own with tw.Reducer"
-        )
+        raise TypeError(f"attach takes a DistributedDataParallel model, {not_ddp(ddp)}")
     named = parameter_names(ddp)
     trained = {name: parameter for parameter, name in named if parameter.requires_grad}
     for name, parameter in trained.items():

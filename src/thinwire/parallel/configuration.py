@@ -80,8 +80,8 @@ class Configuration:
         for what, value in (("check_every", check_every), ("measure_every", measure_every)):
             if not check.is_whole(value) or value < 0:
                 raise ValueError(f"{what} must be a number of steps, 0 for never, got {value!r}")
-        if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
-            raise TypeError(f"scaler must be a GradScaler, got {type(scaler).__name__}")
+        if scaler is not None:
+            _check_scaler(scaler)
         options = Options.of(
             group, collective=collective, nodes=nodes, max_bytes=max_bytes, timeout=timeout
         )
@@ -153,6 +153,12 @@ class Configuration:
             if (least is None or (len(tensor.shape) >= 2 and tensor.numel >= least))
             and not any(fnmatchcase(tensor.name, pattern) for pattern in self.exclude)
         ]
+
+
+def _check_scaler(scaler: object) -> None:
+    if isinstance(scaler, type) or not callable(getattr(scaler, "get_scale", None)):
+        got = f"the class {scaler.__name__}" if isinstance(scaler, type) else type(scaler).__name__
+        raise TypeError(f"scaler must be a GradScaler, got {got}")
 
 
 def _feedback_of(recipe: Recipe, optimizer: Optimizer | None, scaler: Scaler | None) -> Feedback:

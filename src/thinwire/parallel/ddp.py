@@ -24,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.parallel.plan import Piece, PlannedExchange, Planner
 from thinwire.parallel.replicas import ReplicaCheck
+from thinwire.parallel.scaler import ScalerWatch
 from thinwire.parallel.step import ExchangeStep, raise_first
 from thinwire.parallel.wire import Layout, Wire
 from thinwire.policies.base import Measured
 from thinwire.telemetry import span
-from thinwire.torch_internals import queue_callback
+from thinwire.torch_internals import queue_callback, register_hook
 
 log = logging.getLogger("thinwire")
 ATTRIBUTE = "_thinwire_hook"  # of a DDP module that has one
@@ -39,11 +40,19 @@ Future = torch.futures.Future[Tensor]
 
 
 class RegisteredHook:
-    """DDP takes one hook for ever: this one asks whether a wire is attached."""
+    """DDP takes one hook for ever: this one asks whether a wire is attached.
+
+    It is kept on the DDP module, which torch.save, copy.deepcopy and whatever is built on them (an
+    AveragedModel) copy with all its attributes. DDP gives a copy a reducer of its own, without a
+    hook: so a copy finds None here.
+    """
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.current: DDPHook | None = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def _call(
@@ -91,6 +100,7 @@ class DDPHook:
         self._sparse: set[str] = set()
         self._ended = time.perf_counter()  # the last backward pass
         self._registered: RegisteredHook | None = None
+        self._watch: ScalerWatch | None = None
         self._pass = self._new_pass()
 
     # Coming to a model and leaving it.
@@ -100,7 +110,7 @@ class DDPHook:
         if registered is None:
             registered = RegisteredHook(ddp.process_group)
             try:
-                ddp.register_comm_hook(registered, _call)
+                register_hook(ddp, registered, _call)
             except RuntimeError as error:
                 if "comm_hook" not in str(error):
                     raise
@@ -116,11 +126,19 @@ class DDPHook:
             )
         registered.current = self
         self._registered = registered
+        if self.wire._configuration.scaler is None:
+            self._watch = ScalerWatch(self._parameters.values(), self._reducer)
 
     def detach(self) -> None:
         if self._registered is not None:
             self._registered.current = None
             self._registered = None
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
 
     # Checkpoints keep the buckets of a step: so the next process plans the same exchanges.
 
@@ -168,6 +186,8 @@ class DDPHook:
         for handle in self._pass.handles:  # of a backward pass that was broken off
             handle.wait_until_ended()
         self._pass = self._new_pass()
+        if self._watch is not None and self._watch.done:
+            self._stop_watching()
         self.wire._begin_step()
         self._pass.number = self.wire.step
         self._planner.begin()

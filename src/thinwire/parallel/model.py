@@ -20,6 +20,55 @@ def parameter_names(model: nn.Module) -> list[tuple[nn.Parameter, str]]:
     ]
 
 
+# Where frameworks keep the model that they have wrapped in DDP.
+PLACES = (
+    *("module", "model", "_forward_module", "model_wrapped", "strategy.model"),
+    *("trainer.strategy.model", "trainer.model_wrapped"),
+)
+FRAMEWORKS = {  # by the package of a class: where its DDP model will be
+    "lightning_fabric": "Fabric's is `fabric.setup(model, optimizer)[0]._forward_module`",
+    "lightning": "Lightning's is `trainer.strategy.model`, from a callback's on_train_start on",
+    "transformers": (
+        "the Trainer's is `trainer.model_wrapped`, from a callback's on_train_begin on (in a loop "
+        "of your own, wrap the model)"
+    ),
+    "accelerate": "Accelerate's is what `accelerator.prepare(model)` returns",
+    "deepspeed": (
+        "DeepSpeed has none, as it exchanges gradients by itself: wrap `engine.module` in DDP and "
+        "train it without the engine"
+    ),
+}
+PACKAGES = {  # under which else they are installed
+    "lightning.fabric": "lightning_fabric",
+    "pytorch_lightning": "lightning",
+}
+
+
+def not_ddp(given: object) -> str:
+    """Why something that is no DDP model cannot be attached to, and what can."""
+    if isinstance(given, type):
+        return f"{given.__name__} is a class, give a model that was made with it"
+    got = f"got {type(given).__name__}"
+    for place in PLACES:
+        if isinstance(_found_at(given, place), DistributedDataParallel):
+            return f"{got}, whose DDP model is its .{place}: attach to that"
+    for each in type(given).__mro__:
+        for package, hint in FRAMEWORKS.items():
+            names = [package, *(name for name, same in PACKAGES.items() if same == package)]
+            if any(f"{each.__module__}.".startswith(f"{name}.") for name in names):
+                return f"{got}: {hint}"
+    return f"{got}: wrap it, or average gradients in a loop of your own with tw.Reducer"
+
+
+def _found_at(given: Any, place: str) -> Any:
+    try:
+        for name in place.split("."):
+            given = uncompiled(getattr(given, name))
+    except Exception:  # a property may raise whatever it likes
+        return None
+    return given
+
+
 def described(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, TensorInfo]:
     """Parameters as policies see them."""
     owners = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}

@@ -11,7 +11,8 @@ from thinwire.feedback import DGC
 
 TAKEN = "thinwire_taken"  # in a parameter group: what was taken, to be given back
 _OURS = "_thinwire_momentum"  # on an optimizer whose momentum is taken
-_SETTINGS = ("momentum", "nesterov", "weight_decay")
+_FOR_GOOD = ("momentum", "nesterov")  # until `undo`
+_DECAY = "weight_decay"  # during a step
 
 
 def with_momentum(feedback: DGC, optimizer: Optimizer) -> DGC:
@@ -34,20 +35,27 @@ def take_momentum(optimizer: Optimizer, feedback: DGC) -> Callable[[], None]:
     """Switch an optimizer's momentum off, and see that it stays off; returns what undoes that.
 
     Weight decay stays outside compression: its momentum is added to the gradient just before the
-    optimizer's step, so that without compression nothing changes.
+    optimizer's step, so that without compression nothing changes. It is switched off for the time
+    of the step alone, and otherwise stands in the parameter groups, where it can be changed.
     """
 
-    def step(*_: Any) -> None:
-        # Groups may have been added or loaded since.
+    def begin(*_: Any) -> None:
+        # Groups may have been added, loaded or changed since.
         _switch_off(optimizer, feedback)
         _add_decay(optimizer)
+        for group in optimizer.param_groups:
+            group[TAKEN][_DECAY], group[_DECAY] = group[_DECAY], 0.0
+
+    def end(*_: Any) -> None:
+        _give_decay_back(optimizer)
 
     _switch_off(optimizer, feedback)
-    handle = optimizer.register_step_pre_hook(step)
+    handles = [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
     setattr(optimizer, _OURS, True)
 
     def undo() -> None:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         delattr(optimizer, _OURS)
         for group in optimizer.param_groups:
             group.update(group.pop(TAKEN, {}))
@@ -56,6 +64,7 @@ def take_momentum(optimizer: Optimizer, feedback: DGC) -> Callable[[], None]:
 
 
 def _switch_off(optimizer: Optimizer, feedback: DGC) -> None:
+    _give_decay_back(optimizer)  # of a step that was broken off
     for group in optimizer.param_groups:  # all are looked at before any is changed
         found = _momentum_of(group)
         if found != (feedback.momentum, feedback.nesterov):
@@ -65,8 +74,14 @@ def _switch_off(optimizer: Optimizer, feedback: DGC) -> None:
             )
     for group in optimizer.param_groups:
         if TAKEN not in group or group["momentum"]:
-            group[TAKEN] = {key: group[key] for key in _SETTINGS}
-        group["momentum"], group["nesterov"], group["weight_decay"] = 0.0, False, 0.0
+            group[TAKEN] = {key: group[key] for key in _FOR_GOOD}
+        group["momentum"], group["nesterov"] = 0.0, False
+
+
+def _give_decay_back(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if _DECAY in group.get(TAKEN, {}):
+            group[_DECAY] = group[TAKEN].pop(_DECAY)
 
 
 def _momentum_of(group: dict[str, Any]) -> tuple[float, bool] | None:
@@ -81,16 +96,15 @@ def _momentum_of(group: dict[str, Any]) -> tuple[float, bool] | None:
 def _add_decay(optimizer: Optimizer) -> None:
     """w = m w + decay p, added to the gradient (with Nesterov momentum decay p + m w)."""
     for group in optimizer.param_groups:
-        taken = group[TAKEN]
-        decay, m = taken["weight_decay"], taken["momentum"]
-        if not decay:
-            continue
+        decay, m = group[_DECAY], group[TAKEN]["momentum"]
         for p in group["params"]:
-            if p.grad is None:
+            kept = optimizer.state.get(p, {})
+            # What earlier decay has given momentum goes on when there is no more of it.
+            if p.grad is None or not (decay or "thinwire_decay" in kept):
                 continue
             w = optimizer.state[p].setdefault("thinwire_decay", torch.zeros_like(p))
             w.mul_(m).add_(p, alpha=decay)
-            if taken["nesterov"]:
+            if group[TAKEN]["nesterov"]:
                 p.grad.add_(p, alpha=decay).add_(w, alpha=m)
             else:
                 p.grad.add_(w)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.allreduce import AllReduce
+from thinwire.collectives.exchange import Details
 from thinwire.collectives.options import Options
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor
@@ -28,10 +29,12 @@ class Driver:
         defers_commit: `commit` is called later, or never, when more is known.
         skips_unused: leave out what is remembered of tensors that are zero on all ranks. DDP throws
             away the averages of parameters that nobody has used.
+        details: more that ranks must agree in.
     """
 
     defers_commit = False
     skips_unused = False
+    details: Details = ()
 
     def admit(self) -> None:
         """Called before an exchange contacts anybody; what it raises ends it on this rank."""
@@ -95,7 +98,7 @@ class UnitExchange(AllReduce):
             compressor,
             options,
             key=key,
-            details=_described(self.units),
+            details=(*_described(self.units), *driver.details),
         )
         self.shapes = [unit.shape for unit in self.units]
         self.recalled = None if recalled is None else [{} for _ in updates]
@@ -183,7 +186,7 @@ def _unused_everywhere(transport: Transport, units: Sequence[Unit]) -> set[str]:
     return {name for (name, _), any_used in zip(named, found, strict=True) if not any_used}
 
 
-def _described(units: Sequence[Unit]) -> tuple[tuple[str, str], ...]:
+def _described(units: Sequence[Unit]) -> Details:
     """Which tensors: ranks must agree in names, types, shapes and grouping."""
     words = [
         "+".join(

@@ -112,7 +112,7 @@ class UnitReducer:
             for unit in units:
                 _check_types(unit, compressor)
         recalled = self._recalled_by(units, compressor)
-        updates = self._updates(units, feedback, driver)
+        updates = self._updates(units, feedback, compressor, driver)
         if feedback.dense_start and any(each.state and each.state.fresh for each in updates):
             compressor = UNCOMPRESSED
         names = [name for unit in units for name in unit.names]
@@ -138,19 +138,21 @@ class UnitReducer:
         return self.options
 
     def _updates(
-        self, units: Sequence[Unit], feedback: Feedback, driver: Driver
+        self, units: Sequence[Unit], feedback: Feedback, compressor: Compressor, driver: Driver
     ) -> list[UnitUpdate]:
         updates = []
         separate = driver.defers_commit or driver.skips_unused
         size = dist.get_world_size(self.options.group)
         for i, unit in enumerate(units):
-            own = self._feedback_of([unit], UNCOMPRESSED) if unit.uncompressed else feedback
+            used = UNCOMPRESSED if unit.uncompressed else compressor
+            own = self._feedback_of([unit], used) if unit.uncompressed else feedback
             state = None if isinstance(own, NoFeedback) else self.states.of_unit(unit)
             if state is not None and feedback.dense_start:
                 state.wait_until_idle()  # whether it is fresh must not depend on speed
             first = state is None or state.fresh
-            workspace = Workspace(self._buffers, f"{i}", first, separate, size)
             flat = unit.flat(self._buffers, f"{i}")
+            whole = size == 1 or used.sends_all(flat.numel())
+            workspace = Workspace(self._buffers, f"{i}", first, separate, size, whole)
             vectors = {} if state is None else state.vectors
             updates.append(UnitUpdate(unit, flat, own.update(vectors, flat, workspace), state))
         return updates
