@@ -744,8 +744,8 @@ def on_a_group_of_some_ranks_is_a_world_of_its_own() -> None:
         both = torch.stack([y.double(), residual.double()])
         dist.all_reduce(both, group=group)
         assert (both[0] - both[1] - 2 * x.double()).abs().max() <= LITTLE
-        states = [reducer.state_dict() for _ in range(2)]
-        states[1 - dist.get_rank()]["tensors"] = {}
+        states = reducer.gathered_state_dict(everywhere=True)
+        states["ranks"][1 - dist.get_rank(group)]["tensors"] = {}
         other = make(group=group)
         other.load_state_dict(states)
         assert same(remembered(other)["residual"], residual)
@@ -847,9 +847,11 @@ def on_states_of_another_number_of_ranks_keep_the_mean() -> None:
                     sum(normal(30, r + 7 * parts.index("h")) for r in range(count)) / count
                 )
             base = make(feedback=feedback).state_dict()
-            states.append({**base, "tensors": {"w": {"steps": 3, **kept}}, "counts": {"w": 3}})
+            whose = {"rank": rank, "world_size": count}
+            kept = {"tensors": {"w": {"steps": 3, **kept}}, "counts": {"w": 3}}
+            states.append({**base, **whose, **kept})
         reducer = make(feedback=feedback)
-        reducer.load_state_dict(states)
+        reducer.load_state_dict({"world_size": count, "ranks": states})
         now = remembered(reducer)
         for part in parts:
             mean = sum(s["tensors"]["w"][part].double() for s in states) / count
@@ -872,7 +874,7 @@ def on_a_state_of_another_feedback_is_refused() -> None:
     reducer.average({"w": mine(30)})
     state = reducer.state_dict()
     text = raised(lambda: make(feedback="ef21").load_state_dict(state))
-    assert text == "ValueError: the state is that of feedback 'ef14', this is 'ef21'"
+    assert text == "ValueError: Reducer: the state is that of feedback 'ef14', this is 'ef21'"
     make(feedback="ef14:storage=int8").load_state_dict(state)  # may be kept otherwise
     make(feedback="auto").load_state_dict(state)
 
@@ -1212,7 +1214,11 @@ def on_alone() -> None:
             assert same(x, normal(24, step).view(4, 6)), "the mean of one is itself, uncompressed"
             assert handle.bytes_sent == 0
         reducer.load_state_dict(reducer.state_dict())
-        reducer.load_state_dict([reducer.state_dict()] * 3)
+        state = reducer.gathered_state_dict()
+        reducer.load_state_dict(state)
+        (own,) = state["ranks"]
+        three = [{**own, "rank": rank, "world_size": 3} for rank in range(3)]
+        reducer.load_state_dict({"world_size": 3, "ranks": three})
 
 
 def test_a_group_of_one_keeps_its_tensors_as_they_are():

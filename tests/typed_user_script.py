@@ -78,7 +78,8 @@ def collectives(gradient: Tensor, residual: Tensor, group: dist.ProcessGroup) ->
         reducer.reset()
     except tw.ThinwireError as error:
         print(isinstance(error, tw.errors.ReplicaError))
-    reducer.load_state_dict([reducer.state_dict()])
+    reducer.load_state_dict(reducer.state_dict())
+    reducer.load_state_dict(reducer.gathered_state_dict(everywhere=True))
 
 
 def feedbacks() -> None:
@@ -171,6 +172,7 @@ def training(net: nn.Module) -> None:
     wire.settings().save("rules.toml")
     state: dict[str, Any] = wire.state_dict()
     wire.load_state_dict(state)
+    assert_type(wire.gathered_state_dict(everywhere=True), dict[str, Any])
     tw.check_replicas(model, buffers=True)
     tw.track(92.5, "test accuracy, %", higher_is_better=True)
 
@@ -185,7 +187,7 @@ def optimizers(net: nn.Module) -> None:
     assert_type(adam.stats()["steps"], int)
     assert_type(lamb.stats()["error_norm"], float)
     assert_type(rare.synced, bool)
-    adam.load_state_dict([adam.state_dict(), adam.state_dict()])
+    adam.load_state_dict(adam.gathered_state_dict())
 
 
 def pipeline(activations: Tensor, first: bool) -> None:

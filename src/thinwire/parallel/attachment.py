@@ -15,11 +15,11 @@ from thinwire.compressors import Compressor
 from thinwire.feedback import DGC, Feedback, NoFeedback, Vote, feedback_for
 from thinwire.methods import NamedMethod, Recipe, method_of
 from thinwire.parallel.choices import Choices, choices_of
-from thinwire.parallel.ddp import DDPHook, Scaler
+from thinwire.parallel.ddp import DDPHook
 from thinwire.parallel.model import described, parameter_names
 from thinwire.parallel.momentum import take_momentum, with_momentum
 from thinwire.parallel.plan import Planner
-from thinwire.parallel.wire import Wire
+from thinwire.parallel.wire import Scaler, Wire
 from thinwire.policies.base import ByName, Fixed, Policy, policy_of
 from thinwire.reducer.units import UnitReducer
 from thinwire.torch_internals import uncompiled

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from thinwire.feedback.base import Update
 from thinwire.kernels import Key
 from thinwire.parallel.plan import Piece, PlannedExchange, Planner
 from thinwire.parallel.replicas import ReplicaCheck
-from thinwire.parallel.wire import Layout, Wire
+from thinwire.parallel.wire import Layout, Scaler, Wire
 from thinwire.policies.base import Measured
 from thinwire.reducer.exchange import Driver, UnitExchange
 from thinwire.reducer.unit import Unit
@@ -45,12 +45,6 @@ REPLAYS = 2  # DDP has formed its final buckets after so many backward passes
 
 GradBucket = Any  # torch.distributed.GradBucket has no types
 Future = torch.futures.Future[Tensor]
-
-
-class Scaler(Protocol):
-    """A torch.amp.GradScaler, or the like."""
-
-    def get_scale(self) -> float: ...
 
 
 class RegisteredHook:
@@ -185,7 +179,7 @@ class DDPHook:
         for handle in self._pass.handles:  # of a backward pass that was broken off
             handle.wait_until_ended()
         self._pass = self._new_pass()
-        self._wire._begin_step(1.0 if self._scaler is None else float(self._scaler.get_scale()))
+        self._wire._begin_step(self._scaler)
         self._planner.begin()
         if self._check_every and self._wire.step % self._check_every == 0:
             counts = queue_callback(lambda: None)  # else this rank has joined and is behind
@@ -324,6 +318,10 @@ class BackwardPass(Driver):
         self._buckets: list[_Bucket] = []
         self._failed = False
         self._lock = threading.Lock()
+
+    @property
+    def step(self) -> int:
+        return self._wire.step
 
     def admit(self) -> None:
         if self._failed:

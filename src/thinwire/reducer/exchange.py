@@ -1,13 +1,14 @@
 """One exchange of several units, with their feedback state."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.collectives.allreduce import AllReduce
+from thinwire.collectives.handle import Handle
 from thinwire.collectives.options import Options
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor
@@ -17,6 +18,7 @@ from thinwire.kernels import Key
 from thinwire.reducer.state import UnitState
 from thinwire.reducer.unit import Unit
 
+MOST = 1 << 32  # exchanges, before a count starts again
 SHOWN = 300  # letters of names in an error
 Recalled = dict[str, dict[str, Tensor]]  # what joint compressors find again, by tensor and part
 
@@ -33,6 +35,11 @@ class Driver:
     defers_commit = False
     skips_unused = False
 
+    @property
+    def step(self) -> int | None:
+        """The number of the step under way; None where nobody but the reducer counts."""
+        return None
+
     def admit(self) -> None:
         """Called before an exchange contacts anybody; what it raises ends it on this rank."""
         return None
@@ -43,6 +50,37 @@ class Driver:
 
 
 LOOP = Driver()
+
+
+class ExchangeCounts:
+    """How many exchanges there have been or are under way, by the name of their first tensor.
+
+    Those that failed do not count: they failed on all ranks, but ranks that disagreed need not have
+    begun the same ones, and are to agree again in the next.
+    """
+
+    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
+        self._counts = dict(counts or {})
+        self._running: list[tuple[str, Handle]] = []
+
+    def of(self, name: str) -> int:
+        return self.by_name().get(name, 0)
+
+    def add(self, name: str, handle: Handle) -> None:
+        """An exchange has begun."""
+        self._counts[name] = (self._counts.get(name, 0) + 1) % MOST
+        self._running.append((name, handle))
+
+    def by_name(self) -> dict[str, int]:
+        """The counts now, as a copy."""
+        still: list[tuple[str, Handle]] = []
+        for name, handle in self._running:
+            if not handle.is_completed():
+                still.append((name, handle))
+            elif handle.exception() is not None:
+                self._counts[name] = (self._counts[name] - 1) % MOST
+        self._running = still
+        return {name: count for name, count in self._counts.items() if count}
 
 
 @dataclass
@@ -67,6 +105,7 @@ class UnitExchange(AllReduce):
     Args:
         updates: what is averaged.
         feedback: whose state they have.
+        key: its step is something that ranks must agree in, whatever the compressor.
         recalled: where a joint compressor finds again what it wants to; None for others.
 
     Attributes:
@@ -95,7 +134,7 @@ class UnitExchange(AllReduce):
             compressor,
             options,
             key=key,
-            details=_described(self.units),
+            details=(("step", f"{key.step}"), *_described(self.units)),
         )
         self.shapes = [unit.shape for unit in self.units]
         self.recalled = None if recalled is None else [{} for _ in updates]

@@ -1,6 +1,6 @@
 """The reducer for loops of one's own: named tensors in, their averages out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from thinwire.collectives.handle import Handle
 from thinwire.collectives.options import Group, NodesGiven, Options, Timeout
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback
+from thinwire.reducer.saved_state import ReducerState, gather, states_to_load, whose
 from thinwire.reducer.unit import Unit
 from thinwire.reducer.units import UnitReducer
 from thinwire.telemetry import Ledger
@@ -103,18 +104,37 @@ class Reducer:
         self._units.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank remembers; tensors and plain values only."""
-        return self._units.state_dict()
+        """What this rank remembers; tensors and plain values only. Every rank saves its own."""
+        return {**whose(self._units.options.group), **self._units.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where `state_dict` was taken.
+    def gathered_state_dict(self, *, everywhere: bool = False) -> dict[str, Any]:
+        """What all ranks remember, in one: for programs that save on rank 0 and load on all ranks.
+
+        All ranks call this together. Rank 0 of the group gets it, in the host's memory, and the
+        others an empty dictionary: only one of them saves it, and it is as large as the states of
+        all ranks together.
 
         Args:
-            state: of this rank; or a list of all ranks' states. If the list has not as many
-                entries as the group has members, each rank goes on with the mean of what they
-                remembered: what is yet to be sent stays the same for the average.
+            everywhere: give it to all ranks.
         """
-        self._units.load_state_dict(state)
+        own = self.state_dict()
+        moment = f"{sum(own['counts'].values())} exchanges"
+        return gather("Reducer", own, moment, self._units.options, everywhere)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` or `gathered_state_dict` was taken.
+
+        Args:
+            state: of this rank, or a gathered one. If that was saved by another number of ranks,
+                each rank goes on with the mean of what they remembered: what is yet to be sent
+                stays the same for the average.
+
+        Raises:
+            ValueError: it is the state of another rank, or none at all; nothing has changed.
+        """
+        units = self._units
+        states = states_to_load("Reducer", state, units.options.group, ("counts", "seed"))
+        units.adopt(ReducerState.of("Reducer", states, units.feedback))
 
 
 def _check_tensors(tensors: Any) -> None:
