@@ -173,6 +173,16 @@ def training(net: nn.Module) -> None:
     state: dict[str, Any] = wire.state_dict()
     wire.load_state_dict(state)
     assert_type(wire.gathered_state_dict(everywhere=True), dict[str, Any])
+    path = tw.save_checkpoint("checkpoints", {"wire": state}, step=wire.step, keep=3)
+    assert_type(path, Path)
+    loaded = tw.load_checkpoint("checkpoints")
+    if loaded is not None:
+        assert_type(loaded, tw.LoadedCheckpoint)
+        wire.load_state_dict(loaded.state["wire"])
+    with tw.new_checkpoint(Path("checkpoints"), step=8) as path:
+        print(wire.stateful(), path)
+    found = tw.newest_checkpoint("checkpoints", timeout=5.0)
+    assert_type(found, tw.SavedCheckpoint | None)
     tw.check_replicas(model, buffers=True)
     tw.track(92.5, "test accuracy, %", higher_is_better=True)
 

@@ -73,7 +73,17 @@ if TYPE_CHECKING:
     from thinwire.frames import Payload, decode, pack, unpack
     from thinwire.kernels import Key
     from thinwire.methods import list_methods
-    from thinwire.parallel import Wire, attach, check_replicas
+    from thinwire.parallel import (
+        LoadedCheckpoint,
+        SavedCheckpoint,
+        Wire,
+        attach,
+        check_replicas,
+        load_checkpoint,
+        new_checkpoint,
+        newest_checkpoint,
+        save_checkpoint,
+    )
     from thinwire.policies import list_policies
     from thinwire.reducer import Reducer
     from thinwire.telemetry import track
@@ -96,7 +106,10 @@ _NAMES = {
     "frames": ("Payload", "decode", "pack", "unpack"),
     "kernels": ("Key",),
     "methods": ("list_methods",),
-    "parallel": ("Wire", "attach", "check_replicas"),
+    "parallel": (
+        *("LoadedCheckpoint", "SavedCheckpoint", "Wire", "attach", "check_replicas"),
+        *("load_checkpoint", "new_checkpoint", "newest_checkpoint", "save_checkpoint"),
+    ),
     "policies": ("list_policies",),
     "reducer": ("Reducer",),
     "telemetry": ("track",),
@@ -116,6 +129,7 @@ __all__ = [
     "FrameError",
     "Handle",
     "Key",
+    "LoadedCheckpoint",
     "Lossless",
     "MemoryLimitError",
     "MismatchError",
@@ -129,6 +143,7 @@ __all__ = [
     "Quantize",
     "RandomK",
     "Reducer",
+    "SavedCheckpoint",
     "ScaledSign",
     "TernGrad",
     "ThinwireError",
@@ -155,7 +170,10 @@ __all__ = [
     "list_feedbacks",
     "list_methods",
     "list_policies",
+    "load_checkpoint",
     "methods",
+    "new_checkpoint",
+    "newest_checkpoint",
     "optim",
     "pack",
     "parse",
@@ -163,6 +181,7 @@ __all__ = [
     "policies",
     "recv",
     "reduce_scatter",
+    "save_checkpoint",
     "send",
     "track",
     "unpack",
