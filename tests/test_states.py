@@ -12,11 +12,13 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from nets import backward, train, wired
+from nets import TIMEOUT, backward, train, wired
 from tensors import same
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.collectives import states
+from thinwire.collectives.options import Options
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
@@ -180,6 +182,42 @@ def test_gathered_states_go_to_rank_0_and_load_on_any_number_of_ranks(kind):
         assert "state of rank 0 of 3" in each["single"]
 
 
+def odd_state(rank: int) -> dict[Any, Any]:
+    """All that a state may hold, and not as much on one rank as on another."""
+    generator = torch.Generator().manual_seed(rank)
+    many = torch.randn(3 + rank, 7, generator=generator)
+    return {
+        "plain": [1, -2.5, True, None, "ä\n=", float("inf"), -0.0, 10**30, (1, [2])],
+        3: {"many": many, "turned": many.T, "half": many.to(torch.bfloat16), "none": many[:0]},
+        "bools": many > 0,
+        "one": torch.tensor(rank),
+        "wide": many.double(),
+        "more": list(many) if rank else [],
+    }
+
+
+def on_odd_states(length: int) -> tuple[bool, str]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(states, "ROUND", 0)
+        patch.setattr(states, "LEAST", length)
+        options = Options.of(timeout=TIMEOUT)
+        gathering = states.GatherStates(odd_state(rank), "odd", options)
+        gathering.start()
+    wanted = [odd_state(each) for each in range(size)] if rank == 0 else []
+    wrong = {"deep": [{"set": {1}}]} if rank else odd_state(0)
+    error = error_of(lambda: states.GatherStates(wrong, "odd", options).start())
+    return alike(gathering.states, wanted), error
+
+
+@pytest.mark.parametrize("length", [17, 300, 1 << 20])
+def test_whatever_a_state_holds_is_gathered_in_pieces_of_any_length(length):
+    found = ranks.run(on_odd_states, length, ranks=3)
+    assert all(right for right, _ in found)
+    assert found[1][1] == "TypeError: deep.0.set: tensors and plain values can be gathered, not set"
+    assert "rank 1: TypeError: deep.0.set" in found[0][1]
+
+
 def on_unsynced() -> str:
     optimizer = new_optimizer("ZeroOneAdam")
     optimizer.holder.param_groups[0]["local_step_scaler"] = 1
@@ -199,15 +237,15 @@ def test_models_that_differ_have_no_state_in_common():
 
 
 def on_steps(kind: str) -> tuple[str, str, str]:
-    first, states = NEW[kind](), []
+    first, saved = NEW[kind](), []
     for step in range(6):
-        states.append(copy.deepcopy(first.holder.state_dict()))
+        saved.append(copy.deepcopy(first.holder.state_dict()))
         first.step(step)
     other = NEW[kind]()
-    other.holder.load_state_dict(states[5 - dist.get_rank()])
+    other.holder.load_state_dict(saved[5 - dist.get_rank()])
     error = error_of(lambda: other.step(5))
     gathering = error_of(other.holder.gathered_state_dict)
-    other.holder.load_state_dict(states[5])
+    other.holder.load_state_dict(saved[5])
     return error, gathering, error_of(lambda: other.step(5))
 
 

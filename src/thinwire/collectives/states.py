@@ -14,7 +14,8 @@ from thinwire.collectives.options import Options
 from thinwire.collectives.transport import Transport
 from thinwire.torch_internals import common_device
 
-ROUND = 1 << 26  # bytes that each rank sends at once: what the first one holds twice meanwhile
+ROUND = 1 << 28  # bytes that all ranks together send at once, and the first one holds twice
+LEAST = 1 << 16  # bytes that a rank sends at once
 
 
 class GatherStates(Exchange):
@@ -59,12 +60,13 @@ class GatherStates(Exchange):
         wanted = [json.loads(bytes(each.numpy())) for each in texts]
         found = [_empty(tree, total) for tree, total in zip(wanted, totals, strict=bool(wanted))]
         # In rounds: nobody has to hold a state a second time.
-        for begin in range(0, max(totals), ROUND):
-            pieces = [each.cpu() for each in _stretch(self._tensors, begin, begin + ROUND)]
+        length = max(ROUND // self.size, LEAST)
+        for begin in range(0, max(totals), length):
+            pieces = [each.cpu() for each in _stretch(self._tensors, begin, begin + length)]
             mine = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-            lengths = [max(0, min(ROUND, total - begin)) for total in totals]
+            lengths = [max(0, min(length, total - begin)) for total in totals]
             for tensors, got in zip(found, self._bring(transport, mine, lengths), strict=True):
-                rooms = _stretch(tensors, begin, begin + ROUND)
+                rooms = _stretch(tensors, begin, begin + length)
                 for room, part in zip(rooms, got.split([r.numel() for r in rooms]), strict=True):
                     room.copy_(part)
         self._found = [_restored(tree, own) for tree, own in zip(wanted, found, strict=True)]
