@@ -24,8 +24,8 @@ def main() -> None:
     parser.add_argument("--compressor", default="topk:0.01")
     parser.add_argument("--feedback", default="ef14")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--save", type=Path, help="folder for a checkpoint")
-    parser.add_argument("--resume", type=Path, help="folder with a checkpoint")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints")
+    parser.add_argument("--resume", type=Path, help="folder with checkpoints")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -36,11 +36,12 @@ def main() -> None:
     wire = tw.attach(model, options.compressor, feedback=options.feedback)  # the one line
     optimizer = task.optimizer(model)
     if options.resume:
-        # Every rank has its own: residuals differ.
-        state = torch.load(options.resume / f"rank{rank}.pt", weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        wire.load_state_dict(state["wire"])
+        saved = tw.load_checkpoint(options.resume)
+        if saved is None:
+            raise SystemExit(f"no checkpoint in {options.resume}")
+        model.load_state_dict(saved.state["model"])
+        optimizer.load_state_dict(saved.state["optimizer"])
+        wire.load_state_dict(saved.state["wire"])
 
     for step, batch in zip(range(options.steps), task.batches(rank, world), strict=False):
         optimizer.zero_grad()
@@ -52,13 +53,12 @@ def main() -> None:
 
     tw.check_replicas(model)
     if options.save:
-        options.save.mkdir(parents=True, exist_ok=True)
-        state = {
+        state = {  # every rank has its own: residuals differ
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "wire": wire.state_dict(),
         }
-        torch.save(state, options.save / f"rank{rank}.pt")
+        tw.save_checkpoint(options.save, state, step=wire.step)
     if rank == 0:
         print(f"test accuracy {task.evaluate(model.module):.1f} %")
         print(wire.summary())

@@ -109,6 +109,10 @@ def test_a_collective_for_sparsifiers_does_not_hinder_what_travels_as_it_is(feed
 # What is refused
 
 
+def other_version(wire: tw.Wire) -> None:
+    wire.load_state_dict(wire.state_dict() | {"version": 7})
+
+
 def hooked() -> DistributedDataParallel:
     model = plain()
     model.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -218,11 +222,15 @@ REFUSED = {
     "measure_every": (lambda: wired(measure_every=True), "ValueError: measure_every must be a num"),
     "every": (lambda: wired()[1].log_to(WRITER, 0), "ValueError: every must be at least 1"),
     "writer": (lambda: wired()[1].log_to([]), "TypeError: list has no add_scalar"),
-    "no state": (lambda: wired()[1].load_state_dict([]), "ValueError: no state to load"),
-    "version": (lambda: wired()[1].load_state_dict({"version": 7}), "ValueError: not the state"),
+    "no state": (lambda: wired()[1].load_state_dict([]), "TypeError: Wire: expected a state_dict"),
+    "empty": (lambda: wired()[1].load_state_dict({}), "ValueError: Wire: the state is empty"),
+    "version": (
+        lambda: other_version(wired()[1]),
+        "ValueError: Wire: not a state of this version: version 7, not 2",
+    ),
     "other feedback": (
         lambda: wired()[1].load_state_dict(wired(feedback="ef21")[1].state_dict()),
-        "ValueError: the state is that of feedback 'ef21', this is 'ef14'",
+        "ValueError: Wire: the state is that of feedback 'ef21', this is 'ef14'",
     ),
 }
 

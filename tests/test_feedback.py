@@ -750,8 +750,8 @@ def on_a_group_of_some_ranks_is_a_world_of_its_own() -> None:
         both = torch.stack([y.double(), residual.double()])
         dist.all_reduce(both, group=group)
         assert (both[0] - both[1] - 2 * x.double()).abs().max() <= LITTLE
-        states = [reducer.state_dict() for _ in range(2)]
-        states[1 - dist.get_rank()]["reducer"]["tensors"] = {}
+        states = reducer.gathered_state_dict(everywhere=True)
+        states["ranks"][1 - dist.get_rank(group)]["reducer"]["tensors"] = {}
         other = make(group=group)
         other.load_state_dict(states)
         assert same(remembered(other)["residual"], residual)
@@ -853,10 +853,11 @@ def on_states_of_another_number_of_ranks_keep_the_mean() -> None:
                     sum(normal(30, r + 7 * parts.index("h")) for r in range(count)) / count
                 )
             base = make(feedback=feedback).state_dict()
-            kept = {"tensors": {"w": {"steps": 3, **kept}}, "counts": {"w": 3}}
-            states.append({**base, "reducer": {**base["reducer"], **kept}})
+            whose = {"rank": rank, "world_size": count}
+            kept = {"tensors": {"w": {"steps": 3, **kept}}}
+            states.append({**base, **whose, "reducer": {**base["reducer"], **kept}})
         reducer = make(feedback=feedback)
-        reducer.load_state_dict(states)
+        reducer.load_state_dict({"world_size": count, "ranks": states})
         now = remembered(reducer)
         for part in parts:
             mean = sum(s["reducer"]["tensors"]["w"][part].double() for s in states) / count
@@ -880,7 +881,7 @@ def on_a_state_of_another_feedback_is_refused() -> None:
     reducer.average({"w": mine(30)})
     state = reducer.state_dict()
     text = raised(lambda: make(feedback="ef21").load_state_dict(state))
-    assert text == "ValueError: the state is that of feedback 'ef14', this is 'ef21'"
+    assert text == "ValueError: Reducer: the state is that of feedback 'ef14', this is 'ef21'"
     make(feedback="ef14:storage=int8").load_state_dict(state)  # may be kept otherwise
     make(feedback="auto").load_state_dict(state)
 
@@ -984,10 +985,10 @@ def on_what_is_committed_later_is_remembered_then_or_not_at_all() -> None:
             xs, ys, zs = pair(step), pair(step), pair(step)
             at_once.average(xs)
             before = memories(later)
-            dropped = later._reducer.start(units_of(zs), driver=Deferring())
+            dropped = later._reducer.start(units_of(zs), later.compressor, Deferring())
             dropped.handle.wait()
             assert alike(memories(later), before)
-            exchange = later._reducer.start(units_of(ys), driver=Deferring())
+            exchange = later._reducer.start(units_of(ys), later.compressor, Deferring())
             exchange.handle.wait()
             exchange.commit()
             exchange.commit()  # once is enough
@@ -1220,7 +1221,11 @@ def on_alone() -> None:
             assert same(x, normal(24, step).view(4, 6)), "the mean of one is itself, uncompressed"
             assert handle.bytes_sent == 0
         reducer.load_state_dict(reducer.state_dict())
-        reducer.load_state_dict([reducer.state_dict()] * 3)
+        state = reducer.gathered_state_dict()
+        reducer.load_state_dict(state)
+        (own,) = state["ranks"]
+        three = [{**own, "rank": rank, "world_size": 3} for rank in range(3)]
+        reducer.load_state_dict({"world_size": 3, "ranks": three})
 
 
 def test_a_group_of_one_keeps_its_tensors_as_they_are():

@@ -310,5 +310,5 @@ def test_frames_of_a_container_share_one_limit():
     empty = tw.TopK(0.01).encode(torch.full((ALWAYS // 8,), torch.nan))
     assert len(tw.pack(empty)) < 100
     assert tw.unpack(tw.pack(empty)).non_finite
-    with pytest.raises(FrameError, match="'c'.*memory"):
+    with pytest.raises(tw.FrameError, match=r"'c'.*memory"):
         tw.unpack(tw.pack(dict.fromkeys("abc", empty)))

@@ -266,12 +266,12 @@ def test_a_state_that_does_not_fit_is_refused_when_that_is_known():
         assert found["tensors"] == f"{said} magnitude:0.1: it has 6 numbers, not 4"
         assert found["step"] == "1"
         assert found["then"] == ""
-        said = "ValueError: the state is that of feedback 'ef14', this is"
-        assert found["function"] == f"{said} 'ef21'"
-        assert found["feedback"] == f"{said} 'ef21m'"
+        said = "the state is that of feedback 'ef14', this is"
+        assert found["function"] == f"ValueError: Reducer: {said} 'ef21'"
+        assert found["feedback"] == f"ValueError: {said} 'ef21m'"
         assert found["dcp"].startswith("ValueError: this reducer does not know its tensors yet")
-        assert found["no state"].startswith("TypeError: expected the state of a wire")
-        assert "there is no 'step' in it" in found["{'version': 1}"]
+        assert found["no state"].startswith("TypeError: Reducer: expected a state_dict()")
+        assert "it does not say of which rank it is" in found["{'version': 1}"]
 
 
 # Calls with other names

@@ -81,7 +81,8 @@ def collectives(gradient: Tensor, residual: Tensor, group: dist.ProcessGroup) ->
         reducer.reset()
     except tw.ThinwireError as error:
         print(isinstance(error, tw.errors.ReplicaError))
-    reducer.load_state_dict([reducer.state_dict()])
+    reducer.load_state_dict(reducer.state_dict())
+    reducer.load_state_dict(reducer.gathered_state_dict(everywhere=True))
     assert_type(reducer.stats()["total"]["bytes_sent"], int)
     assert_type(reducer.summary(), str)
     assert_type(reducer.ledger.exchanges, int)
@@ -182,6 +183,17 @@ def training(net: nn.Module) -> None:
     wire.settings().save("rules.toml")
     state: dict[str, Any] = wire.state_dict()
     wire.load_state_dict(state)
+    assert_type(wire.gathered_state_dict(everywhere=True), dict[str, Any])
+    path = tw.save_checkpoint("checkpoints", {"wire": state}, step=wire.step, keep=3)
+    assert_type(path, Path)
+    loaded = tw.load_checkpoint("checkpoints")
+    if loaded is not None:
+        assert_type(loaded, tw.LoadedCheckpoint)
+        wire.load_state_dict(loaded.state["wire"])
+    with tw.new_checkpoint(Path("checkpoints"), step=8) as path:
+        print(wire.stateful(), path)
+    found = tw.newest_checkpoint("checkpoints", timeout=5.0)
+    assert_type(found, tw.SavedCheckpoint | None)
     tw.check_replicas(model, buffers=True)
     tw.track(92.5, "test accuracy, %", higher_is_better=True)
 
@@ -196,7 +208,7 @@ def optimizers(net: nn.Module) -> None:
     assert_type(adam.stats()["steps"], int)
     assert_type(lamb.stats()["error_norm"], float)
     assert_type(rare.synced, bool)
-    adam.load_state_dict([adam.state_dict(), adam.state_dict()])
+    adam.load_state_dict(adam.gathered_state_dict())
 
 
 def pipeline(activations: Tensor, first: bool) -> None:

@@ -73,7 +73,19 @@ if TYPE_CHECKING:
     from thinwire.frames import Payload, decode, pack, unpack
     from thinwire.kernels import Key
     from thinwire.methods import list_methods
-    from thinwire.parallel import Reducer, Wire, attach, check_replicas, wire_of
+    from thinwire.parallel import (
+        LoadedCheckpoint,
+        Reducer,
+        SavedCheckpoint,
+        Wire,
+        attach,
+        check_replicas,
+        load_checkpoint,
+        new_checkpoint,
+        newest_checkpoint,
+        save_checkpoint,
+        wire_of,
+    )
     from thinwire.policies import list_policies
     from thinwire.telemetry import track
 
@@ -95,7 +107,10 @@ _NAMES = {
     "frames": ("Payload", "decode", "pack", "unpack"),
     "kernels": ("Key",),
     "methods": ("list_methods",),
-    "parallel": ("Reducer", "Wire", "attach", "check_replicas", "wire_of"),
+    "parallel": (
+        *("LoadedCheckpoint", "Reducer", "SavedCheckpoint", "Wire", "attach", "check_replicas"),
+        *("load_checkpoint", "new_checkpoint", "newest_checkpoint", "save_checkpoint", "wire_of"),
+    ),
     "policies": ("list_policies",),
     "telemetry": ("track",),
 }
@@ -114,6 +129,7 @@ __all__ = [
     "FrameError",
     "Handle",
     "Key",
+    "LoadedCheckpoint",
     "Lossless",
     "MemoryLimitError",
     "MismatchError",
@@ -127,6 +143,7 @@ __all__ = [
     "Quantize",
     "RandomK",
     "Reducer",
+    "SavedCheckpoint",
     "ScaledSign",
     "TernGrad",
     "ThinwireError",
@@ -153,7 +170,10 @@ __all__ = [
     "list_feedbacks",
     "list_methods",
     "list_policies",
+    "load_checkpoint",
     "methods",
+    "new_checkpoint",
+    "newest_checkpoint",
     "optim",
     "pack",
     "parse",
@@ -161,6 +181,7 @@ __all__ = [
     "policies",
     "recv",
     "reduce_scatter",
+    "save_checkpoint",
     "send",
     "track",
     "unpack",

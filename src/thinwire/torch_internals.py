@@ -45,6 +45,17 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
     )
 
 
+def common_device(group: dist.ProcessGroup) -> torch.device:
+    """Where to put what belongs to no device: into the host's memory, if the group can move that.
+
+    No public function tells which kinds of devices a group has a backend for.
+    """
+    kinds = [kind.type for kind in group._device_types]
+    if "cpu" in kinds or not kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+
+
 def prefixed(prefix: str, store: Any) -> Any:
     """A store whose keys begin with a prefix."""
     return _c10d.PrefixStore(prefix, store)

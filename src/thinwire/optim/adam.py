@@ -32,7 +32,7 @@ class Slot:
     @property
     def real(self) -> torch.dtype:
         """The type of state and arithmetic."""
-        return torch.float64 if self.p.dtype == torch.float64 else torch.float32
+        return real_of(self.p)
 
     @property
     def steps(self) -> int:
@@ -86,6 +86,11 @@ class Slot:
         if self.mask is not None:
             live &= self.mask.to(live.device)
         return None if bool(live.all()) else live
+
+
+def real_of(p: Tensor) -> torch.dtype:
+    """The type of a parameter's state."""
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
 def decayed(slot: Slot, grad: Tensor) -> Tensor:

@@ -23,7 +23,16 @@ from thinwire.compressors import Compressor, NoCompression, ScaledSign, compress
 from thinwire.errors import ThinwireWarning
 from thinwire.kernels import Key
 from thinwire.optim import adam
-from thinwire.optim.adam import Slot
+from thinwire.optim.adam import Slot, real_of
+from thinwire.reducer.saved_state import (
+    RANK,
+    RANKS,
+    check_values,
+    gather,
+    required,
+    states_to_load,
+    whose,
+)
 from thinwire.telemetry import Ledger
 
 ONE_BIT = ScaledSign("l2")
@@ -61,6 +70,9 @@ class ExchangingOptimizer(Optimizer):
     # Settings that all param_groups have in common; the first is when the first stage ends.
     shared: ClassVar[tuple[str, ...]]
     spread: ClassVar[tuple[str, ...]] = ("error",)  # state that differs between ranks
+    # All that is kept of a parameter, besides its step: tensors of its shape, and numbers.
+    vectors: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "error", "master")
+    numbers: ClassVar[tuple[str, ...]] = ()
     # GradScaler then calls step() on every rank, whether that rank's gradient overflowed or not:
     # which steps to leave out is something the ranks find out together.
     _step_supports_amp_scaling = True
@@ -299,37 +311,138 @@ class ExchangingOptimizer(Optimizer):
             "error_norm": math.sqrt(sum(map(float, errors))),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on where `state_dict` was taken.
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of a torch optimizer, which also says of which rank it is.
+
+        Once compressed steps have begun every rank saves its own: what is yet to be sent differs.
+        Where one process saves for all, see `gathered_state_dict`.
+        """
+        return {**super().state_dict(), **whose(self._options.group)}
+
+    def gathered_state_dict(self, *, everywhere: bool = False) -> dict[str, Any]:
+        """The states of all ranks in one: for programs that save on rank 0 and load on all.
+
+        All ranks call this together. Rank 0 of the group gets it, in the host's memory, and the
+        others an empty dictionary: only one of them saves it. What is the same on all ranks is in
+        it once.
 
         Args:
-            state_dict: this rank's own; or a list of all ranks' states. If the list has not as many
-                entries as the group has members, each rank goes on with the mean of the errors:
-                what is yet to be sent stays the same for the average. A state of torch.optim.Adam
-                is taken as one of the first stage.
+            everywhere: give it to all ranks.
         """
-        chosen = state_dict if isinstance(state_dict, dict) else self._of_all(state_dict)
+        own = self.state_dict()
+        self._check_states([own])
+        if own[RANK]:
+            own["state"] = {
+                key: {name: value for name, value in kept.items() if name in self.spread}
+                for key, kept in own["state"].items()
+            }
+        step = max((slot.steps for slot in self._slots()), default=0)
+        return gather(type(self).__name__, own, f"step {step}", self._options, everywhere)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` or `gathered_state_dict` was taken.
+
+        Args:
+            state_dict: this rank's own (any rank's, as long as nothing has been compressed), or a
+                gathered one. If that was saved by another number of ranks, each rank goes on with
+                the mean of the errors: what is yet to be sent stays the same for the average. A
+                state of torch.optim.Adam is taken as one of the first stage.
+
+        Raises:
+            ValueError: it is the state of another rank, or does not fit; nothing has changed.
+        """
+        chosen = self._chosen_state(state_dict)
         foreign = any(self.shared[0] not in group for group in chosen["param_groups"])
         if foreign:
             self._check_foreign(chosen)
+        self._check_state(chosen, foreign)
         super().load_state_dict(chosen)
         self._lives.clear()
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        saved = [key for group in chosen["param_groups"] for key in group["params"]]
-        own = [p for group in self.param_groups for p in group["params"]]
-        for p, key in zip(own, saved, strict=True):
+        for p, key in self._saved_keys(chosen):
             # torch has cast all this to the parameter's own type.
             for name, value in chosen["state"].get(key, {}).items():
                 if isinstance(value, Tensor) and name != "step":
-                    self.state[p][name] = value.detach().to(p.device, copy=True)
+                    self.state[p][name] = value.detach().to(p.device, real_of(p), copy=True)
             if "step" in self.state[p]:
                 self.state[p]["step"] = int(self.state[p]["step"])
         if foreign:
             self._adopt(self._slots())
 
-    def _check_foreign(self, state: dict[str, Any]) -> None:
+    def _chosen_state(self, given: Any) -> dict[str, Any]:
+        """What this rank goes on with."""
+        who = type(self).__name__
+        if isinstance(given, Mapping) and RANKS not in given:
+            _check_form(who, given)
+            if not any("error" in kept or kept.get("weight") for kept in given["state"].values()):
+                return dict(given)  # nothing in it differs between ranks
+        states = states_to_load(who, given, self._options.group)
+        first: Mapping[str, Any] = given[RANKS][0] if RANKS in given else given
+        for state in (first, *states):
+            _check_form(who, state)
+        if len(states) == 1:
+            (own,) = states
+            return {**first, "state": _updated(first["state"], own["state"])}
+        self._check_states(states)
+        means: dict[Any, dict[str, Any]] = {}
+        for key, kept in first["state"].items():
+            means[key] = {}
+            for name in self.spread:
+                if name in kept:
+                    found = [state["state"].get(key, {}).get(name) for state in states]
+                    for value in found:
+                        check_values(f"{who}: {name} of parameter {key}", value, None)
+                    means[key][name] = sum(found) / len(found)
+        return {**first, "state": _updated(first["state"], means)}
+
+    def _check_state(self, state: Mapping[str, Any], foreign: bool) -> None:
+        """Refuse a state that is not one of these parameters."""
+        who = type(self).__name__
+        for group in state["param_groups"]:
+            self._check({**self.defaults, **group})
+        pairs = self._saved_keys(state)
+        unknown = set(state["state"]) - {key for _, key in pairs}
+        if unknown:
+            raise ValueError(f"{who}: the state has a parameter {min(unknown, key=str)!r} too much")
+        for p, key in pairs:
+            for name, value in state["state"].get(key, {}).items():
+                what = f"{who}: {name} of parameter {key}"
+                if name in ("step", "variance_steps"):
+                    number = value.item() if isinstance(value, Tensor) else value
+                    if not check.is_number(number) or number < 0 or number % 1:
+                        raise ValueError(f"{what} must be a number of steps, got {value!r}")
+                elif name in self.numbers:
+                    if not check.is_number(value):
+                        raise ValueError(f"{what} must be a finite number, got {value!r}")
+                elif name in self.vectors:
+                    wide = value.to(real_of(p)) if foreign and isinstance(value, Tensor) else value
+                    if check_values(what, wide, p).shape != p.shape:
+                        raise ValueError(
+                            f"{what} has the shape {list(value.shape)}, not {list(p.shape)}"
+                        )
+                else:
+                    raise ValueError(f"{what} is something that {who} does not keep")
+
+    def _saved_keys(self, state: Mapping[str, Any]) -> list[tuple[Tensor, Any]]:
+        """The parameters, and what a state calls each of them."""
+        own = [group["params"] for group in self.param_groups]
+        saved = [group["params"] for group in state["param_groups"]]
+        if list(map(len, own)) != list(map(len, saved)):
+            raise ValueError(
+                f"{type(self).__name__}: the state has {list(map(len, saved))} parameters in its "
+                f"groups, not {list(map(len, own))}"
+            )
+        return [
+            pair
+            for params, keys in zip(own, saved, strict=True)
+            for pair in zip(params, keys, strict=True)
+        ]
+
+    def _check_foreign(self, state: Mapping[str, Any]) -> None:
         """A state of Adam must be one of the first stage: all else is missing in it."""
         key = self.shared[0]
         taken = max((int(kept.get("step", 0)) for kept in state["state"].values()), default=0)
@@ -342,26 +455,7 @@ class ExchangingOptimizer(Optimizer):
     def _adopt(self, slots: Sequence[Slot]) -> None:
         """Add what is missing in the state of Adam."""
 
-    def _of_all(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        who = type(self).__name__
-        if not isinstance(states, Sequence) or not states:
-            raise ValueError(f"{who}: expected a state, or a list of all ranks' states")
-        if len(states) == self._size:
-            return states[dist.get_rank(self._options.group)]
-        self._check_states(states)
-        first = states[0]
-        means = {
-            key: {
-                name: sum(state["state"][key][name] for state in states) / len(states)
-                if name in self.spread
-                else value
-                for name, value in kept.items()
-            }
-            for key, kept in first["state"].items()
-        }
-        return {**first, "state": means}
-
-    def _check_states(self, states: Sequence[dict[str, Any]]) -> None:
+    def _check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Refuse states that another number of ranks cannot go on from."""
 
 
@@ -445,6 +539,23 @@ def _same(average: Tensor, own: Tensor, size: int) -> bool:
 
 def _chosen(tensor: Tensor, live: Tensor | None) -> Tensor:
     return tensor if live is None else tensor[live]
+
+
+def _check_form(who: str, state: Any) -> None:
+    """Refuse what does not look like the state of an optimizer."""
+    required(who, state, ("state", "param_groups"))
+    kept, groups = state["state"], state["param_groups"]
+    states = isinstance(kept, Mapping) and all(isinstance(one, Mapping) for one in kept.values())
+    listed = isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
+    if not states or not listed:
+        raise ValueError(f"{who}: not the state_dict() of an optimizer")
+
+
+def _updated(state: Mapping[Any, Any], more: Mapping[Any, Any]) -> dict[Any, dict[str, Any]]:
+    """What is kept of each parameter, with more of it from elsewhere."""
+    return {key: {**kept, **more.get(key, {})} for key, kept in state.items()}
 
 
 def _numbers(group: int, count: int) -> list[str]:

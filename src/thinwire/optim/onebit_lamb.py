@@ -65,6 +65,8 @@ class OneBitLamb(Staged):
     """
 
     shared: ClassVar[tuple[str, ...]] = ("freeze_step",)
+    vectors: ClassVar[tuple[str, ...]] = (*Staged.vectors, "exp_avg_sq_fresh")
+    numbers: ClassVar[tuple[str, ...]] = ("coeff", "factor")
 
     def __init__(
         self,

@@ -84,6 +84,8 @@ class ZeroOneAdam(ExchangingOptimizer):
         *("local_step_scaler", "local_step_clipper"),
     )
     spread: ClassVar[tuple[str, ...]] = ("error", "exp_avg")
+    vectors: ClassVar[tuple[str, ...]] = (*ExchangingOptimizer.vectors, "anchor", "update")
+    numbers: ClassVar[tuple[str, ...]] = ("variance_steps", "weight", "keep")
 
     def __init__(
         self,
@@ -270,11 +272,11 @@ class ZeroOneAdam(ExchangingOptimizer):
         for slot in slots:
             slot.state["variance_steps"] = slot.steps
 
-    def _check_states(self, states: Sequence[dict[str, Any]]) -> None:
+    def _check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         if any(kept.get("weight") for state in states for kept in state["state"].values()):
             raise ValueError(
-                "ZeroOneAdam: these states were taken between two meetings, when ranks differ; "
-                "another number of ranks needs states taken after sync()"
+                "ZeroOneAdam: this is a state between two meetings, when the ranks' models differ: "
+                "states of all ranks in one, or for another number of ranks, are taken after sync()"
             )
 
 

@@ -4,6 +4,26 @@ checkpoints, the check of replicas."""
 from thinwire.parallel.attachment import attach, wire_of
 from thinwire.parallel.reducer import Reducer
 from thinwire.parallel.replicas import check_replicas
+from thinwire.parallel.saving import (
+    LoadedCheckpoint,
+    SavedCheckpoint,
+    load_checkpoint,
+    new_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from thinwire.parallel.wire import Wire
 
-__all__ = ["Reducer", "Wire", "attach", "check_replicas", "wire_of"]
+__all__ = [
+    "LoadedCheckpoint",
+    "Reducer",
+    "SavedCheckpoint",
+    "Wire",
+    "attach",
+    "check_replicas",
+    "load_checkpoint",
+    "new_checkpoint",
+    "newest_checkpoint",
+    "save_checkpoint",
+    "wire_of",
+]

@@ -6,14 +6,14 @@ from the model: what is not a tensor would be pickled.
 
     thinwire_ranks    [ranks]             1 each
     run               [4]                 step, seed in two halves, scale as bits
-    tensors           [tensors, 4]        steps, count, bucket, place in it; -1 for none
+    tensors           [tensors, 3]        steps, bucket, place in it; -1 for none
     policy            [numbers]           what the policy knows, the same on all ranks
     state.PART.NAME   [ranks, numel]      what is remembered
     recalled.PART.NAME                    what a joint compressor finds again, the same on all ranks
 """
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.compressors import JointCompressor
-
-if TYPE_CHECKING:
-    from thinwire.parallel.wire import Wire
+from thinwire.parallel.wire import VERSION, Wire
+from thinwire.reducer.saved_state import whose
 
 HALF = 1 << 32
 RANKS = "thinwire_ranks"
@@ -33,7 +32,7 @@ RANKS = "thinwire_ranks"
 class Checkpoint:
     """A `Stateful` for torch.distributed.checkpoint; see `Wire.stateful`."""
 
-    def __init__(self, wire: "Wire", path: Any = None) -> None:
+    def __init__(self, wire: Wire, path: Any = None) -> None:
         self._wire = wire
         self._group = wire._reducer.options.group
         self._path = path
@@ -98,7 +97,8 @@ class Checkpoint:
             recalled.setdefault(name, {})[part] = state[f"recalled.{part}.{name}"].clone()
         wire.load_state_dict(
             {
-                "version": 1,
+                "version": VERSION,
+                **whose(self._group),
                 "step": step,
                 "scale": _number(scale),
                 "layout": _layout(names, table),
@@ -106,7 +106,6 @@ class Checkpoint:
                 "reducer": {
                     "seed": high * HALF + low,
                     "feedback": str(wire._reducer.feedback),
-                    "counts": {n: row[1] for n, row in zip(names, table, strict=True) if row[1]},
                     "recalled": recalled,
                     "tensors": tensors,
                 },
@@ -122,9 +121,8 @@ class Checkpoint:
         for name in self._wire._parameters:
             kept = reducer["tensors"].get(name, {})
             steps = kept["steps"] if len(kept) > 1 else -1
-            count = reducer["counts"].get(name, 0)
-            rows.append([steps, count, *places.get(name, (-1, -1))])
-        return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+            rows.append([steps, *places.get(name, (-1, -1))])
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
 
     def _mean(self, rows: Tensor, saved: int) -> Tensor:
         """Of the rows of all ranks that saved, which are now spread over those that load."""
@@ -166,17 +164,17 @@ class Checkpoint:
 def _layout(names: list[str], table: list[list[int]]) -> list[list[str]]:
     """Buckets of names, from each name's place."""
     buckets: dict[int, dict[int, str]] = {}
-    for name, (_, _, i, j) in zip(names, table, strict=True):
+    for name, (_, i, j) in zip(names, table, strict=True):
         if i >= 0:
             buckets.setdefault(i, {})[j] = name
     return [[own[j] for j in sorted(own)] for _, own in sorted(buckets.items())]
 
 
-def _bits(scale: float | None) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", scale or 0.0))[0]
+def _bits(scale: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", scale))[0]
     return bits
 
 
-def _number(bits: int) -> float | None:
+def _number(bits: int) -> float:
     number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number or None
+    return number

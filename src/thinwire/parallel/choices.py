@@ -106,6 +106,8 @@ class Choices:
 
     def check_state(self, state: Sequence[float]) -> None:
         """Refuse a state that is not one of this policy."""
+        if not isinstance(state, list | tuple) or not all(map(_is_number, state)):
+            raise ValueError(f"the state of a policy is a list of numbers, got {state!r:.60}")
         expected = len(self.state())
         if len(state) != expected:
             raise ValueError(
@@ -114,7 +116,7 @@ class Choices:
             )
 
     def load(self, state: Sequence[float], step: int) -> None:
-        """Go on after a step."""
+        """Go on after a step; what is refused changes nothing."""
         self.check_state(state)
 
 
@@ -240,11 +242,21 @@ class PolicyRunner(Choices):
         return self.chooser.state()
 
     def load(self, state: Sequence[float], step: int) -> None:
-        self._reports = None
         super().load(state, step)
-        self.chooser.load(state)
-        self._step = step
-        self._choices = self._chosen(step + 1)
+        before = self.chooser.state()
+        try:
+            self.chooser.load(state)
+            choices = self._chosen(step + 1)
+        except Exception:
+            self.chooser.load(before)
+            raise
+        self._reports = None
+        self._step, self._choices = step, choices
+
+
+def _is_number(value: object) -> bool:
+    """Infinity and NaN included: policies may have seen them."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def choices_of(

@@ -189,7 +189,7 @@ class DDPHook:
         if self._watch is not None and self._watch.done:
             self._stop_watching()
         self.wire._begin_step()
-        self._pass.number = self.wire.step
+        self._pass.step = self.wire.step
         self._planner.begin()
         if self._check_every and self.wire.step % self._check_every == 0:
             counts = queue_callback(lambda: None)  # else this rank has joined and is behind

@@ -206,7 +206,7 @@ class Reducer(Wire):
             self._begin_step()
         except Exception as error:
             step.fail(error, tensor)
-        step.number = self.step
+        step.step = self.step
 
     def _planned(self, tensors: Mapping[str, Tensor], together: bool) -> list[PlannedExchange]:
         """The exchanges of a call: those of a last bucket."""
@@ -237,7 +237,7 @@ class Reducer(Wire):
         if handle is None:
             return
         step = handle.step
-        if wait or step.defers_commit or self._choices.due(step.number):
+        if wait or step.defers_commit or self._choices.due(step.step):
             handle.wait_until_ended()
             before, self._ended = self._ended, step.ended
             self.ledger.add_seconds("waiting", step.waited)
@@ -245,11 +245,14 @@ class Reducer(Wire):
                 return
             step.commit()
             measured = Measured(step.ended - before, step.window, step.waited, *step.totals())
-            self._choices.end(step.number, measured)
+            self._choices.end(step.step, measured)
         self._end_step()
 
-    def _read_layout(self, state: Mapping[str, Any]) -> Layout:
-        return []  # a call has no buckets, and any names
+    def _expected(self) -> None:
+        return None  # a call has any names
+
+    def _read_layout(self, given: Any) -> Layout:
+        return []  # and no buckets
 
     def stateful(self, path: Any = None) -> "Checkpoint":
         """This reducer for torch.distributed.checkpoint: ``dcp.save({"reducer":

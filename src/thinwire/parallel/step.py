@@ -38,7 +38,7 @@ class ExchangeStep(Driver):
         skips_unused: see `Driver`.
 
     Attributes:
-        number: of the step.
+        step: its number.
         exchanges: of tensors.
         handles: of those, and of all else that the step has to wait for.
         errors: that ended it.
@@ -49,7 +49,7 @@ class ExchangeStep(Driver):
         self.defers_commit = wire._configuration.scaler is not None
         self.details = (("scaler", "given" if self.defers_commit else "none"),)
         self.skips_unused = skips_unused
-        self.number = 0
+        self.step = 0
         self.exchanges: list[UnitExchange] = []
         self.handles: list[Handle] = []
         self.errors: list[BaseException] = []
@@ -61,7 +61,7 @@ class ExchangeStep(Driver):
             raise SkippedError("not sent: an exchange before it failed")
 
     def inspect(self, unit: Unit, update: Update, compressor: Compressor, key: Key) -> None:
-        self._wire._inspect(self.number, unit, update, compressor, key)
+        self._wire._inspect(self.step, unit, update, compressor, key)
 
     def send(self, planned: PlannedExchange, arrived: Mapping[str, Tensor]) -> None:
         """Start an exchange of tensors that have arrived."""

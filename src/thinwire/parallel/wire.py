@@ -1,12 +1,13 @@
 """What a wire knows, whoever drives it: the hook of DDP, or a loop of one's own (`Reducer`)."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire import check
 from thinwire.compressors import Compressor, LocalCompressor
 from thinwire.feedback import DGC, EF14, NoFeedback, feedback_for
 from thinwire.feedback.base import Update
@@ -17,6 +18,14 @@ from thinwire.parallel.momentum import take_momentum
 from thinwire.parallel.stats import ErrorMeter, Stats, explanation_of, stats_of, table_of
 from thinwire.policies.base import Decision, Journal, Policy, TensorInfo
 from thinwire.policies.layerwise import Layerwise
+from thinwire.reducer.saved_state import (
+    ReducerState,
+    check_known,
+    gather,
+    required,
+    states_to_load,
+    whose,
+)
 from thinwire.reducer.unit import Unit
 from thinwire.reducer.units import UNCOMPRESSED
 
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
     from thinwire.parallel.checkpoint import Checkpoint
 
 log = logging.getLogger("thinwire")
-VERSION = 1  # of `state_dict`
+VERSION = 2  # of `state_dict`
 KEYS = ("step", "scale", "layout", "policy", "reducer")
 Layout = list[list[str]]  # names of the tensors in each bucket, in the order of arrival
 
@@ -191,7 +200,7 @@ class Wire:
         return self._choices.compressor_of(name)
 
     def _begin_step(self) -> None:
-        self.step += 1
+        self.step += 1  # before anything can fail on this rank alone: ranks must agree in it
         self._choices.begin(self.step)
         scaler = self._configuration.scaler
         loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
@@ -239,12 +248,13 @@ class Wire:
         """What this rank needs to go on later as if nothing had happened.
 
         Every rank saves its own: residuals differ. Tensors and plain values only, so that
-        ``torch.load(..., weights_only=True)`` reads it. For torch.distributed.checkpoint see
-        `stateful`.
+        ``torch.load(..., weights_only=True)`` reads it. Where one process saves for all, see
+        `gathered_state_dict`; for torch.distributed.checkpoint see `stateful`.
         """
         layout = self._layout if self._hook is None else self._hook.layout
         return {
             "version": VERSION,
+            **whose(self._reducer.options.group),
             "step": self.step,
             "scale": self._scale,
             "layout": [list(names) for names in layout],
@@ -252,49 +262,70 @@ class Wire:
             "reducer": self._reducer.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where `state_dict` was taken.
+    def gathered_state_dict(self, *, everywhere: bool = False) -> dict[str, Any]:
+        """What all ranks need to go on, in one: for programs that save on rank 0 and load on all.
+
+        All ranks call this together. Rank 0 of the group gets it, in the host's memory, and the
+        others an empty dictionary: only one of them saves it, and it is as large as the states of
+        all ranks together.
 
         Args:
-            state: of this rank. When the number of ranks has changed: the list of all ranks' states
-                (the same on every rank). Each rank then goes on with the mean of what they
-                remembered, so that what is yet to be sent stays the same for the average.
+            everywhere: give it to all ranks.
         """
-        states = [state] if isinstance(state, Mapping) else state
-        if not isinstance(states, Sequence) or not all(isinstance(s, Mapping) for s in states):
-            raise TypeError(f"expected the state of a wire, got a {type(state).__name__}")
-        if not states:
-            raise ValueError("no state to load")
+        own = self.state_dict()
+        moment = f"step {own['step']}"
+        return gather(type(self).__name__, own, moment, self._reducer.options, everywhere)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` or `gathered_state_dict` was taken.
+
+        Args:
+            state: of this rank, or a gathered one. If that was saved by another number of ranks,
+                each rank goes on with the mean of what they remembered, so that what is yet to be
+                sent stays the same for the average.
+
+        Raises:
+            ValueError: it is the state of another rank, or does not fit; nothing has changed.
+        """
+        who = type(self).__name__
+        states = states_to_load(who, state, self._reducer.options.group, ("step", "version"))
         for one in states:
-            if one.get("version") != VERSION:
+            required(who, one, ("version",))
+            if one["version"] != VERSION:
                 raise ValueError(
-                    f"not the state of a wire of this version: version {one.get('version')!r}"
+                    f"{who}: not a state of this version: version {one['version']!r}, not {VERSION}"
                 )
-            missing = [key for key in KEYS if key not in one]
-            if missing:
-                raise ValueError(f"not the state of a wire: there is no {missing[0]!r} in it")
+            required(who, one, KEYS)
         first = states[0]
-        layout = self._read_layout(first)  # refuses what does not fit before anything changes
-        self._reducer.load_state_dict(
-            first["reducer"] if isinstance(state, Mapping) else [s["reducer"] for s in states]
-        )
-        self._choices.load(first["policy"], first["step"])
-        self.step, self._scale = first["step"], first["scale"] or 1.0
+        check.whole(who, "step", first["step"], 0)
+        check.positive(who, "scale", first["scale"])
+        layout = self._read_layout(first["layout"])
+        own = [one["reducer"] for one in states]
+        reducer = ReducerState.of(who, own, self._reducer.feedback, self._expected())
+        self._choices.load(first["policy"], first["step"])  # all of it, or an error and nothing
+        self._reducer.adopt(reducer)
+        self.step, self._scale = first["step"], first["scale"]
         self._layout = layout
         if self._hook is not None:
             self._hook.replay(layout)
 
-    def _read_layout(self, state: Mapping[str, Any]) -> Layout:
-        layout = [list(names) for names in state["layout"]]
-        known = {name for names in layout for name in names}
-        unknown = [name for names in layout for name in names if name not in self._parameters]
-        if unknown:
-            raise ValueError(
-                f"the state has a parameter {unknown[0]!r} that the model has not, or does not "
-                "train any more"
-            )
+    def _expected(self) -> Mapping[str, Tensor] | None:
+        """All tensors that there will be; None if nobody knows."""
+        return self._parameters
+
+    def _read_layout(self, given: Any) -> Layout:
+        if not isinstance(given, list | tuple) or not all(
+            isinstance(names, list | tuple) for names in given
+        ):
+            raise ValueError("Wire: layout must be a list of buckets, each a list of names")
+        layout = [list(names) for names in given]
+        flat = [name for names in layout for name in names]
+        for name in flat:
+            check_known("Wire", name, self._parameters)
+        if len(set(flat)) < len(flat):
+            raise ValueError("Wire: layout has a parameter twice")
         # Taken before the first step, or of another model: plan anew.
-        return layout if known == self._parameters.keys() else []
+        return layout if set(flat) == self._parameters.keys() else []
 
     def _remembered(self) -> dict[str, Tensor]:
         """The parameters of which something may be remembered."""
@@ -309,6 +340,8 @@ class Wire:
 
         Args:
             path: of the checkpoint, for loading one that may come from another number of ranks.
+                Torch's list of what it holds is read, which is a pickle: it can run code, so load
+                only what you trust.
         """
         from thinwire.parallel.checkpoint import Checkpoint
 

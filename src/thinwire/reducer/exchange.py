@@ -26,12 +26,14 @@ class Driver:
     """Who drives a reducer, asked at fixed points of each exchange. This one is a plain loop.
 
     Attributes:
+        step: its number, in which ranks must agree.
         defers_commit: `commit` is called later, or never, when more is known.
         skips_unused: leave out what is remembered of tensors that are zero on all ranks. DDP throws
             away the averages of parameters that nobody has used.
         details: more that ranks must agree in.
     """
 
+    step = 0
     defers_commit = False
     skips_unused = False
     details: Details = ()
@@ -70,6 +72,7 @@ class UnitExchange(AllReduce):
     Args:
         updates: what is averaged.
         feedback: whose state they have.
+        key: its step is something that ranks must agree in, whatever the compressor.
         recalled: where a joint compressor finds again what it wants to; None for others.
 
     Attributes:
@@ -98,7 +101,7 @@ class UnitExchange(AllReduce):
             compressor,
             options,
             key=key,
-            details=(*_described(self.units), *driver.details),
+            details=(("step", f"{key.step}"), *_described(self.units), *driver.details),
         )
         self.shapes = [unit.shape for unit in self.units]
         self.recalled = None if recalled is None else [{} for _ in updates]

@@ -5,7 +5,7 @@ the DDP hook, and whatever comes.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +30,19 @@ from thinwire.feedback import parse as parse_feedback
 from thinwire.feedback.base import Workspace
 from thinwire.feedback.state import ScratchBuffers
 from thinwire.kernels import Key
-from thinwire.reducer.exchange import LOOP, Driver, Recalled, UnitExchange, UnitUpdate
-from thinwire.reducer.state import FeedbackStates, TensorState
+from thinwire.reducer.exchange import (
+    Driver,
+    Recalled,
+    UnitExchange,
+    UnitUpdate,
+)
+from thinwire.reducer.saved_state import ReducerState
+from thinwire.reducer.state import FeedbackStates
 from thinwire.reducer.unit import Unit
 from thinwire.telemetry import Ledger
 
 UNCOMPRESSED = NoCompression()  # ours; a user's own NoCompression is another object
+STEPS = 1 << 32  # that a key can tell apart
 DIVIDED = 1 << 17  # bytes of uncompressed tensors from which four meetings cost less than they save
 
 
@@ -70,7 +77,6 @@ class UnitReducer:
         if given is not None:
             self.decide(given)
         self.recalled: Recalled = {}  # the same on all ranks
-        self.counts: dict[str, int] = {}  # exchanges begun, by the name of their first tensor
         self._buffers = ScratchBuffers()
         self._last_joint: Handle | None = None
 
@@ -96,8 +102,8 @@ class UnitReducer:
     def start(
         self,
         units: Sequence[Unit],
-        compressor: Compressor | None = None,
-        driver: Driver = LOOP,
+        compressor: Compressor,
+        driver: Driver,
     ) -> UnitExchange:
         """Start one exchange of several units.
 
@@ -116,14 +122,12 @@ class UnitReducer:
         if feedback.dense_start and any(each.state and each.state.fresh for each in updates):
             compressor = UNCOMPRESSED
         names = [name for unit in units for name in unit.names]
-        count = self.counts.get(names[0], 0)
-        key = Key(self.seed, count, zlib.crc32("\n".join(names).encode()))
+        key = Key(self.seed, driver.step % STEPS, zlib.crc32("\n".join(names).encode()))
         options = self._options_for(units, compressor)
         exchange = UnitExchange(updates, feedback, compressor, options, key, driver, recalled)
         handle = exchange.start(async_op=True)
         if isinstance(compressor, JointCompressor):
             self._last_joint = handle
-        self.counts[names[0]] = (count + 1) % (1 << 32)
         for each in updates:
             if each.state is not None:
                 each.state.follow(handle)
@@ -194,7 +198,6 @@ class UnitReducer:
         return {
             "seed": self.seed,
             "feedback": str(self.feedback),
-            "counts": dict(self.counts),
             "recalled": {
                 name: {part: values.clone() for part, values in kept.items()}
                 for name, kept in self.recalled.items()
@@ -202,36 +205,11 @@ class UnitReducer:
             "tensors": tensors,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where `state_dict` was taken; see `Reducer.load_state_dict`."""
-        states = [state] if isinstance(state, Mapping) else state
-        if not isinstance(states, Sequence) or not states or not all(map(_is_state, states)):
-            raise ValueError("expected the state of a reducer, or a list of all ranks' states")
-        size = dist.get_world_size(self.options.group)
-        if isinstance(state, Mapping):
-            chosen: Mapping[str, Any] = state
-        elif len(state) == size:
-            chosen = state[dist.get_rank(self.options.group)]
-        else:
-            chosen = mean_state(state)
-        found, own = chosen["feedback"], str(self.feedback)
-        if found.partition(":")[0] != own.partition(":")[0]:
-            raise ValueError(f"the state is that of feedback {found!r}, this is {own!r}")
-        self.seed = chosen["seed"]
-        self.counts = dict(chosen["counts"])
-        self.recalled = {
-            name: {part: values.clone() for part, values in kept.items()}
-            for name, kept in chosen.get("recalled", {}).items()
-        }
-        self.states.load(
-            {
-                name: (
-                    {part: kept[part].clone().flatten() for part in kept if part != "steps"},
-                    kept["steps"],
-                )
-                for name, kept in chosen["tensors"].items()
-            }
-        )
+    def adopt(self, state: ReducerState) -> None:
+        """Go on with this."""
+        self.seed = state.seed
+        self.recalled = state.recalled
+        self.states.load(state.tensors)
 
 
 def check_nodes(feedback: Feedback, nodes: NodeLayout) -> None:
@@ -256,27 +234,3 @@ def _check_types(unit: Unit, compressor: Compressor) -> None:
     for name, piece in zip(unit.names, unit.pieces, strict=True):
         if piece.dtype not in FLOATS:
             raise TypeError(f"{name}: {compressor} takes floating-point tensors, not {piece.dtype}")
-
-
-def _is_state(state: Any) -> bool:
-    keys = ("seed", "feedback", "counts", "tensors")
-    return isinstance(state, Mapping) and all(key in state for key in keys)
-
-
-def mean_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of all ranks' states: with it on any number of ranks, the average of what is
-    remembered, and so of what will be sent, is what it was."""
-    first = states[0]
-    if any(state["tensors"].keys() != first["tensors"].keys() for state in states):
-        raise ValueError("the states are not of one model: they remember different tensors")
-    tensors: dict[str, Any] = {}
-    for name, kept in first["tensors"].items():
-        means: TensorState = {}
-        for part in kept:
-            if part != "steps":
-                total = kept[part].clone()
-                for other in states[1:]:
-                    total += other["tensors"][name][part]
-                means[part] = total / len(states)
-        tensors[name] = {"steps": kept["steps"], **means}
-    return {**first, "tensors": tensors}
