@@ -21,7 +21,7 @@ class Reducer:
     Args:
         compressor: a compressor or its spec.
         feedback: what is remembered: a feedback or its spec ("none", "ef14", "ef21", "ef21m:0.1");
-            "auto" is EF14, or none for compressors that are unbiased or lose nothing.
+            "auto" is EF14, or none for compressors that are unbiased or lose nothing, and TernGrad.
         collective, nodes, group, max_bytes, timeout: as for `thinwire.all_reduce`. With nodes,
             `feedback` is about what goes between them.
         seed: for compressors that draw random numbers; the same on all ranks.
