@@ -1343,9 +1343,26 @@ def test_what_is_no_spec_is_refused():
 
 
 AUTO = {
-    "none": {"none", "lossless", "qsgd:7", "natural", "terngrad:none"},
+    "none": {"none", "lossless", "qsgd:7", "natural", "terngrad:none", "qsgd:7|lossless"},
     "ef14": {"topk:0.1", "onebit", "quantize:4", "cast:fp16", "scaledsign", "randomk:0.1"},
 }
+
+
+def test_terngrad_that_clips_is_biased_and_still_remembers_nothing():
+    """A residual would grow: here from once to more than three times the gradient in ten steps."""
+    for compressor in (tw.TernGrad(), tw.TernGrad() | tw.Lossless()):
+        assert not compressor.unbiased
+        assert feedback_for(compressor, "auto") == tw.feedback.NoFeedback()
+        assert "feedback='none'" in repr(tw.Reducer(compressor))
+    assert tw.TernGrad(None).unbiased
+    assert feedback_for(tw.TopK(0.1) | tw.TernGrad(), "auto") == tw.feedback.EF14()
+    residual, norms = torch.zeros(10_000), []
+    for step in range(10):
+        x = normal(10_000, step)
+        tw.TernGrad().encode(x, residual=residual, key=tw.Key(1, step))
+        norms.append(float(residual.norm() / x.norm()))
+    assert norms[0] > 0.9
+    assert norms[-1] > 3
 
 
 def test_auto_is_ef14_for_what_is_biased_and_none_for_the_rest():

@@ -453,6 +453,19 @@ def test_scaledsign_error(n):
     )
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("spec", ["onebit:none", "onebit:8", "scaledsign"])
+def test_means_of_the_largest_numbers_are_the_largest(spec, name):
+    """Sums are rounded: some means lie beyond, where the largest number is meant."""
+    top = torch.finfo(torch.float64).max
+    with kernels.use(name):
+        for seed in range(40):
+            signs = 1 - 2 * (normal(4 + seed, seed) < 0).double()
+            found = through(tw.parse(spec), top * signs)
+            assert torch.allclose(found, top * signs, rtol=1e-14, atol=0)
+
+
 def test_terngrad_has_three_values():
     x = heavy(10_000)
     payload = tw.TernGrad().encode(x, key=tw.Key(1))
@@ -560,6 +573,12 @@ def test_tiered_sends_large_values_exactly():
 
 
 # Flags of the rows
+
+
+def test_only_what_is_tested_to_be_unbiased_says_so():
+    """Others may be so without saying it: Random-K is where it has no residual."""
+    said = {row.spec for row in ROWS if row.compressor.unbiased and not row.compressor.lossless}
+    assert said <= {row.spec for row in ROWS if row.unbiased}
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.unbiased], ids=lambda row: row.spec)

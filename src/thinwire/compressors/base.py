@@ -83,11 +83,17 @@ class Compressor(ABC):
 
     @property
     def unbiased(self) -> bool:
-        """Whether it is right on average, possibly with an error larger than the tensor.
-
-        Such compressors are meant to be used without a residual, which could grow without bound.
-        """
+        """Whether it is right on average, possibly with an error larger than the tensor."""
         return False
+
+    @property
+    def wants_residual(self) -> bool:
+        """Whether what it leaves out is to be remembered: what feedback="auto" goes by.
+
+        Not if nothing is left out, or if it is right on average; nor if its error can be as large
+        as the tensor, since a residual could then grow without bound.
+        """
+        return not (self.lossless or self.unbiased)
 
     @property
     def random(self) -> bool:

@@ -92,6 +92,10 @@ class Chain(LocalCompressor):
         return all(stage.unbiased for stage in self._lossy)
 
     @property
+    def wants_residual(self) -> bool:
+        return any(stage.wants_residual for stage in self._lossy)
+
+    @property
     def common_key(self) -> bool:
         return any(stage.common_key for stage in self.stages)
 

@@ -268,11 +268,17 @@ class TernGrad(LocalCompressor):
     """Minus one, zero or one times a scale, at random.
 
     x is clipped at clip * sigma, s = max|x| after that, value = s * sign(x) with probability
-    |x| / s, else 0: unbiased after clipping. Five elements go into a byte. sigma is the root mean
-    square (gradients have a mean near zero; a constant tensor then still has something to send).
+    |x| / s, else 0. Five elements go into a byte. sigma is the root mean square (gradients have a
+    mean near zero; a constant tensor then still has something to send).
+
+    It is right on average except for what clipping takes away: with the default 5 % of the norm of
+    normal numbers, 17 % of Laplace, some 40 % and more of heavy-tailed ones. Its error is about as
+    large as x (without clipping 1.6 times as large for 100,000 normal numbers, and more with more
+    of them), so a residual would grow from step to step: "auto" feedback remembers nothing.
 
     Args:
-        clip: in units of sigma; smaller has less variance and more bias. None for no clipping.
+        clip: in units of sigma; smaller has less variance and more bias. None for no clipping,
+            which is unbiased.
 
     Example:
         >>> import torch, thinwire as tw
@@ -296,7 +302,11 @@ class TernGrad(LocalCompressor):
 
     @property
     def unbiased(self) -> bool:
-        return True
+        return self.clip is None
+
+    @property
+    def wants_residual(self) -> bool:
+        return False
 
     @property
     def random(self) -> bool:

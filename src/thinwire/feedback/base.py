@@ -129,7 +129,8 @@ class Feedback(ABC):
 class NoFeedback(Feedback):
     """Nothing is remembered: what a compressor leaves out is lost.
 
-    Right for unbiased compressors (QSGD, TernGrad, Natural) and for those that lose nothing.
+    Right for unbiased compressors (QSGD, Natural), for TernGrad, whose error would make a residual
+    grow without bound, and for those that lose nothing.
     """
 
     name: ClassVar[str] = "none"

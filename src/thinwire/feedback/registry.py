@@ -30,11 +30,12 @@ def feedback_for(compressor: Compressor, feedback: Feedback | str) -> Feedback:
 
     Args:
         feedback: one, or its spec, or "auto": EF14 for what is biased, none for what is right on
-            average, what its paper has for a joint one.
+            average or has too large an error (see `Compressor.wants_residual`), what its paper has
+            for a joint one.
     """
     if isinstance(feedback, str) and feedback.strip().lower() == "auto":
         if isinstance(compressor, JointCompressor):
             return parse(compressor.feedback)
-        return NoFeedback() if compressor.lossless or compressor.unbiased else EF14()
+        return EF14() if compressor.wants_residual else NoFeedback()
     chosen = feedback if isinstance(feedback, Feedback) else parse(feedback)
     return NoFeedback() if compressor.lossless and isinstance(chosen, EF14) else chosen

@@ -50,7 +50,8 @@ def attach(
             methods`); or a function from a parameter's name to a compressor or its spec, or to None
             for uncompressed.
         feedback: what is remembered of what was left out: "none", "ef14", "ef21", "ef21m:0.1" or an
-            object; "auto" is EF14, or none where nothing is lost or the compressor is unbiased.
+            object; "auto" is EF14, or none where nothing is lost, where the compressor is unbiased,
+            and for TernGrad.
         granularity: "bucket" compresses all tensors of one of DDP's buckets as one, which is
             faster; "tensor" compresses each by itself.
         collective, max_bytes, timeout: as for `thinwire.all_reduce`.

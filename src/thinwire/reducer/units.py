@@ -173,7 +173,8 @@ class UnitReducer:
     def _feedback_of(self, units: Sequence[Unit], compressor: Compressor) -> Feedback:
         """The feedback, unless nothing is lost and nothing waits to be sent."""
         needless = compressor.lossless and isinstance(self.feedback, EF14)
-        needless = needless or (self._auto and compressor.unbiased)
+        if self._auto and not compressor.lossless:  # EF21 sees also what loses nothing
+            needless = not compressor.wants_residual
         if needless and not any(self.states.knows(unit) for unit in units):
             return NoFeedback()
         return self.feedback

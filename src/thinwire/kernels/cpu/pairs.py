@@ -83,15 +83,17 @@ def encode_pairs(x: torch.Tensor, r: torch.Tensor | None, *, block: int | None, 
     if block is None:
         sums = sums.sum(0, keepdims=True)
         counts, lengths = counts.sum(keepdims=True), np.array([n])
-    if scaled:
-        high = (sums[:, 0] - sums[:, 1]) / lengths / unit
-        pairs = np.stack([-high, high], 1)
-    else:
-        pairs = sums[:, ::-1]
-        pairs[:, 0] /= np.maximum(lengths - counts, 1)
-        pairs[:, 1] /= np.maximum(counts, 1)
-        pairs /= unit
-    return torch.from_numpy(pairs.astype(xs.dtype)), torch.from_numpy(packed)
+    # A mean of the largest numbers may be rounded beyond them; whoever encodes cuts it back.
+    with np.errstate(over="ignore"):
+        if scaled:
+            high = (sums[:, 0] - sums[:, 1]) / lengths / unit
+            pairs = np.stack([-high, high], 1)
+        else:
+            pairs = sums[:, ::-1]
+            pairs[:, 0] /= np.maximum(lengths - counts, 1)
+            pairs[:, 1] /= np.maximum(counts, 1)
+            pairs /= unit
+        return torch.from_numpy(pairs.astype(xs.dtype)), torch.from_numpy(packed)
 
 
 @jit
