@@ -178,8 +178,10 @@ def torch_once() -> None:
     """Have torch make what it makes once in a process, before anything is counted."""
     x = torch.ones(2, 2, requires_grad=True)
     (x @ x).sum().backward()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     dist.barrier()
+    del store
     leave()
 
 
