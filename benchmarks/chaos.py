@@ -54,7 +54,8 @@ HARD_LIMIT = 60.0  # seconds for a run
 PATIENCE = 15.0  # seconds to exit after the last message
 LAST_LINES = 25
 ELASTIC = ("elastic", "torchrun")  # an agent of our own that forks, and the command
-RARE = {"torchrun": 0.1, "elastic": 1.0}  # how often, to the others' 1: processes that load torch
+RARE = {"torchrun": 0.1}  # how often, to the others' 1: all its processes load torch
+LONGER = {"elastic": 2, "torchrun": 5}  # hard limits, for processes that are started twice
 RESUMED = ("ddp-gather", "ddp-twoshot", "ddp-powersgd")
 WORDS = (*KINDS, *POINTS, BETWEEN, SAVING, RANDOM, *TRAININGS, *ELASTIC, "2", "3", "4")
 
@@ -138,6 +139,7 @@ class RunResult:
 
     Args:
         broken: promises, in words.
+        left_over: what survivors still held when all groups were left: a broken promise, too.
         seconds: from the fault to the error, of each rank that got one.
         committed: whether the point was reached.
         last_words: what ranks wrote, of a run that was not as promised.
@@ -145,11 +147,17 @@ class RunResult:
 
     plan: Plan
     broken: list[str] = field(default_factory=list)
+    left_over: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     committed: bool = False
     errors: list[str] = field(default_factory=list)
     duration: float = 0.0
     last_words: str = ""
+
+    @property
+    def flaws(self) -> list[str]:
+        """All that was not as promised."""
+        return [*self.broken, *self.left_over]
 
     def as_json(self) -> Message:
         return {
@@ -160,6 +168,7 @@ class RunResult:
             "fault": asdict(self.plan.fault),
             "committed": self.committed,
             "broken": self.broken,
+            "left_over": self.left_over,
             "seconds": [round(each, 3) for each in self.seconds],
             "errors": self.errors,
             "duration": round(self.duration, 2),
@@ -306,7 +315,7 @@ class PlainRun:
         except TimeoutError as late:
             self.result.broken.append(f"hangs: {late}")
             self._look_at_stacks()
-        if self.result.broken:
+        if self.result.flaws:
             self.result.last_words = self._last_words()
 
     # Hearing
@@ -428,7 +437,8 @@ class PlainRun:
                 broken.append(f"rank {rank} ended with {_ending(code)}")
             left = self._left.get(rank)
             if left is not None and left["left_over"]:
-                broken.append(f"rank {rank} has left over {left['left_over']}")
+                words = ", ".join(f"{n} {what}" for what, n in left["left_over"].items())
+                self.result.left_over.append(f"rank {rank} has left over: {words}")
 
     def _look_at_stacks(self) -> None:
         """Have those that still live write where they are."""
@@ -448,6 +458,7 @@ class ElasticRun:
         self.losses: dict[str, str] = {}
         self._suite, self._plan = suite, plan
         self._folder = suite.new_folder(plan)
+        self._limit = LONGER[plan.training] * suite.hard_limit
         self._agent: Child | None = None
         self._program: subprocess.Popen[bytes] | None = None
 
@@ -497,7 +508,7 @@ class ElasticRun:
         faults = self._lines("fault.json")
         self.result.committed = bool(faults)
         if code is None:
-            broken.append(f"hangs: not done after {self._suite.hard_limit:g} s")
+            broken.append(f"hangs: not done after {self._limit:g} s")
         elif code != 0:
             broken.append(f"the agent ended with {_ending(code)}")
         done = [line for rank in range(self._plan.size) for line in self._lines(f"done{rank}.json")]
@@ -522,12 +533,12 @@ class ElasticRun:
     def _wait(self) -> int | None:
         if self._program is not None:
             try:
-                return self._program.wait(self._suite.hard_limit)
+                return self._program.wait(self._limit)
             except subprocess.TimeoutExpired:
                 return None
         assert self._agent is not None
-        end = time.monotonic() + self._suite.hard_limit
-        if not self._agent.pipe.poll(self._suite.hard_limit):
+        end = time.monotonic() + self._limit
+        if not self._agent.pipe.poll(self._limit):
             return None
         message = self._agent.hear()
         if message is not None and message["error"]:
@@ -586,10 +597,10 @@ def table_of(results: Sequence[RunResult]) -> Table:
             where,
             str(len(found)),
             str(sum(result.committed for result in found)),
-            str(sum(not result.broken for result in found)),
+            str(sum(not result.flaws for result in found)),
             f"{statistics.median(seconds):.2f}" if seconds else "-",
             f"{max(seconds):.2f}" if seconds else "-",
-            " ".join(str(result.plan.seed) for result in found if result.broken),
+            " ".join(str(result.plan.seed) for result in found if result.flaws),
         )
     return table
 
@@ -597,9 +608,9 @@ def table_of(results: Sequence[RunResult]) -> Table:
 def show_broken(console: Console, results: Sequence[RunResult], only: Sequence[str]) -> None:
     more = f" --only '{','.join(only)}'" if only else ""
     for result in results:
-        if result.broken:
+        if result.flaws:
             console.print(f"\n{result.plan}", style="bold", markup=False, soft_wrap=True)
-            for line in result.broken:
+            for line in result.flaws:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
             again = f"python benchmarks/chaos.py --seed {result.plan.seed} --runs 1{more} -v"
             console.print(f"  again: {again}", markup=False, soft_wrap=True)
@@ -631,7 +642,7 @@ def carry_out(
                 for future in done:
                     result = future.result()
                     results.append(result)
-                    broken = sum(bool(each.broken) for each in results)
+                    broken = sum(bool(each.flaws) for each in results)
                     words = f"runs, {broken} broken" if broken else "runs"
                     progress.update(task, advance=1, description=words)
                     if verbose:
@@ -644,13 +655,13 @@ def carry_out(
 
 
 def line_of(result: RunResult) -> str:
-    state = "BROKEN" if result.broken else "ok" if result.committed else "ok, not reached"
-    if result.plan.fault.kind == "none" and not result.broken:
+    state = "BROKEN" if result.flaws else "ok" if result.committed else "ok, not reached"
+    if result.plan.fault.kind == "none" and not result.flaws:
         state = "ok"
     seconds = f", {max(result.seconds):.2f} s to the error" if result.seconds else ""
     text = f"{result.plan.seed:>6} {state}: {result.plan} ({result.duration:.1f} s{seconds})"
-    told = [*result.broken, *(result.errors if result.broken else result.errors[:1])]
-    words = [result.last_words] if result.broken else []
+    told = [*result.flaws, *(result.errors if result.flaws else result.errors[:1])]
+    words = [result.last_words] if result.flaws else []
     return "\n".join([text, *(f"         {line}" for line in told), *words])
 
 
@@ -682,7 +693,7 @@ def main() -> int:
         forked.stop()
     console.print(table_of(results))
     show_broken(console, results, only)
-    broken = sum(bool(result.broken) for result in results)
+    broken = sum(bool(result.flaws) for result in results)
     seconds = time.monotonic() - began
     console.print(f"{len(results)} runs in {seconds:.0f} s, {broken} with a broken promise")
     if options.out:

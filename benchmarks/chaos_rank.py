@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from chaos_faults import SAVING, Fault, InjectedError, Injector
+from chaos_faults import RANDOM, SAVING, Fault, InjectedError, Injector
 from chaos_trainings import TRAININGS, Attached, Training, digest
 from forked import Message, die_with_parent
 from resources import held, left_over
@@ -35,8 +35,9 @@ import thinwire as tw
 
 STEPS = 5
 MORE = 2  # steps that survivors take in their new group
-TIMEOUT = 2.0  # seconds, of exchanges
-GROUP_TIMEOUT = 10.0  # of the process group, and of what DDP exchanges by itself
+TIMEOUT = 2.0  # seconds that exchanges wait where they are to wait in vain
+PATIENT = 20.0  # and where they are not: on a busy machine, too
+GROUP_TIMEOUT = 15.0  # of the process group, and of what DDP exchanges by itself
 SETTLING = 5.0  # seconds for threads to end after their group
 ATTEMPTS = 3
 
@@ -60,8 +61,8 @@ class Pipe:
 class Rank:
     """What a rank has come to; holds no tensor of the training itself and no group."""
 
-    def __init__(self, training: str, injector: Injector) -> None:
-        self._make = TRAININGS[training]
+    def __init__(self, training: str, timeout: float, injector: Injector) -> None:
+        self._make, self._timeout = TRAININGS[training], timeout
         self._injector = injector
         self.snapshots: dict[int, Any] = {0: None}
         self.digests: dict[int, str] = {}
@@ -70,7 +71,7 @@ class Rank:
 
     def train(self, steps: int) -> None:
         """From the last snapshot on."""
-        training = self._make(TIMEOUT)
+        training = self._make(self._timeout)
         try:
             start = self.snapshots[self.completed]
             if start is not None:
@@ -91,7 +92,7 @@ class Rank:
         """With whoever is left, from the last step that all of them have completed."""
         least = torch.tensor([self.completed])
         dist.all_reduce(least, dist.ReduceOp.MIN)
-        self.completed = int(least)
+        self.completed, self._timeout = int(least), PATIENT
         self.train(self.completed + MORE)
         return self.digests[self.completed]
 
@@ -104,7 +105,7 @@ def live(pipe: Any, job: Message) -> None:
     before = held()
     fault = Fault(**job["fault"])
     injector = Injector(fault if fault.rank == job["rank"] else None, told.tell)
-    rank = Rank(job["training"], injector)
+    rank = Rank(job["training"], timeout_for(fault), injector)
     ended = attempt(train_in_group, rank, job["group"])
     injector.remove()
     leave()
@@ -126,6 +127,13 @@ def live(pipe: Any, job: Message) -> None:
         leave()
     del rank
     told.tell({"event": "left", "again": again, "left_over": left_over(before, SETTLING)})
+
+
+def timeout_for(fault: Fault) -> float:
+    """Who dies is noticed at once, but not while ranks still connect; who stops never is."""
+    connecting = fault.where == "connecting" or (fault.where, fault.step) == (RANDOM, 0)
+    prompt = fault.kind in ("kill", "raise") and not connecting
+    return PATIENT if prompt or fault.kind == "none" else TIMEOUT
 
 
 def train_in_group(rank: Rank, group: Message) -> str:
@@ -247,7 +255,7 @@ def work(folder: str) -> None:
     mine = fault if fault.rank == rank and attempt_number == 0 else None
     injector = Injector(mine, lambda message: _note(place / "fault.json", message))
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
-    training = TRAININGS[job["training"]](TIMEOUT)
+    training = TRAININGS[job["training"]](timeout_for(fault))
     assert isinstance(training, Attached)
     start, state = load(place, dist.get_world_size(), rank)
     if state is not None:

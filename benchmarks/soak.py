@@ -106,7 +106,7 @@ class Steps(Operation):
 
 
 class Attachments(Operation):
-    name, count, quick, most = "attach, detach", 500, 150, 4000.0
+    name, count, quick, most = "attach, detach", 500, 150, 4_000.0
 
     def begin(self) -> None:
         self.model = DistributedDataParallel(net())
@@ -120,7 +120,7 @@ class Attachments(Operation):
 class Groups(Operation):
     """The group that the part begins in goes first, too."""
 
-    name, count, quick, most = "process group", 200, 40, 20_000.0
+    name, count, quick, most = "process group", 200, 40, 8_000.0
 
     def __init__(self, port: int, rank: int) -> None:
         self._group = {"port": port, "master": False, "rank": rank, "size": 2}
@@ -258,7 +258,7 @@ def judge(key: str, rank: int, samples: Sequence[Sample]) -> Verdict:
 
 def table_of(verdicts: Sequence[Verdict]) -> Table:
     table = Table(title="after the first third")
-    for column in ("what", "rank", "times", "memory", "per 1000", "threads", "descriptors", ""):
+    for column in ("what", "rank", "times", "memory", "kB per 1000", "threads", "descriptors", ""):
         table.add_column(column, justify="left" if column in ("what", "") else "right")
     for each in verdicts:
         table.add_row(
@@ -266,7 +266,7 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
             str(each.rank),
             f"{each.count:,}",
             show_bytes(each.resident_bytes),
-            f"{each.growth:+,.1f} kB",  # bytes each time
+            f"{each.growth:+,.1f}",  # bytes each time
             _range(each.threads),
             _range(each.descriptors),
             "NOT FLAT" if each.flaws else "flat",
