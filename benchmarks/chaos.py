@@ -187,6 +187,7 @@ class Suite:
     def __init__(self, context: Any, hard_limit: float = HARD_LIMIT) -> None:
         import torch.distributed as dist
 
+        forked.wait_for(context)  # that time is no run's
         self.context, self.hard_limit = context, hard_limit
         self.folder = Path(tempfile.mkdtemp(prefix="thinwire-chaos-"))
         self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -685,7 +686,9 @@ def main() -> int:
     plans = [Plan.of(seed, only) for seed in range(options.seed, options.seed + options.runs)]
     began = time.monotonic()
     try:
-        with Suite(forked.server("chaos"), options.limit) as suite:
+        with console.status("loading torch"):
+            suite = Suite(forked.server("chaos"), options.limit)
+        with suite:
             results, whole = carry_out(suite, plans, options.jobs, console, options.verbose)
     except KeyboardInterrupt:
         return 130

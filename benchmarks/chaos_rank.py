@@ -303,7 +303,7 @@ def launch(pipe: Any, folder: str, size: int) -> None:
         start_method="forkserver",
     )
     # Workers fork from the server that this process comes from, which it would otherwise not find.
-    multiprocessing.forkserver._forkserver.ensure_running = _nothing  # type: ignore[attr-defined]
+    multiprocessing.forkserver._forkserver.ensure_running = _nothing
     error = ""
     try:
         elastic_launch(config, work)(folder)

@@ -24,6 +24,7 @@ from typing import Any
 
 SERVER = "THINWIRE_FORK_SERVER"  # set while the server starts: what it loads
 PR_SET_PDEATHSIG = 1
+LOADING = 600.0  # seconds, at most: kernels may have to be compiled
 SPECS = ("none", "topk:0.1", "quantize:4", "cast:bf16", "scaledsign")
 
 # Starting a process looks after all others that were started: not by two threads at a time.
@@ -91,6 +92,20 @@ def _begin(function: Callable[..., None], pipe: Any, *args: Any) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
     function(pipe, *args)
+
+
+def wait_for(context: Any) -> None:
+    """Return when the server has loaded what it should, which may take a minute."""
+    first = Child(context, _nothing)
+    try:
+        if first.wait(LOADING) != 0:
+            raise RuntimeError(f"the server of processes did not come up within {LOADING:g} s")
+    finally:
+        first.end()
+
+
+def _nothing(pipe: Any) -> None:
+    pipe.close()
 
 
 def die_with_parent() -> None:

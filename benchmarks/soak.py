@@ -189,9 +189,9 @@ def soak(context: Any, key: str, count: int, on_sample: Any = None) -> list[Samp
             if not ready:
                 raise TimeoutError(f"{key}: no word from a rank for {SILENCE:g} s")
             for pipe in ready:
-                message = talking[pipe].hear()  # type: ignore[index]
+                message = talking[pipe].hear()
                 if message is None:
-                    del talking[pipe]  # type: ignore[arg-type]
+                    del talking[pipe]
                     continue
                 samples.append(Sample(**message))
                 if on_sample is not None:
@@ -293,6 +293,8 @@ def main() -> int:
     everything: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     try:
+        with console.status("loading torch"):
+            forked.wait_for(forked.server("soak"))
         with Progress(*columns, console=console, transient=True) as progress:
             for key in keys:
                 count = PARTS[key].quick if options.quick else PARTS[key].count

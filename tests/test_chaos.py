@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ranks
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import chaos
 import chaos_faults
