@@ -35,7 +35,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -80,20 +80,20 @@ class Plan:
 
     @classmethod
     def of(cls, seed: int, only: Sequence[str] = ()) -> "Plan":
+        """What a seed says, among what `only` leaves to choose from."""
         chance = random.Random(seed)
 
-        def choose(given: Iterable[str], weights: dict[str, float] | None = None) -> str:
-            allowed = list(given)
-            allowed = [each for each in allowed if each in only] or allowed
-            chances = [(weights or {}).get(each, 1.0) for each in allowed]
-            return chance.choices(allowed, chances)[0]
+        def choose(given: Sequence[str], weights: dict[str, float]) -> str:
+            return chance.choices(given, [weights.get(each, 1.0) for each in given])[0]
 
-        training = choose((*TRAININGS, *ELASTIC), RARE)
-        where = choose(points_of(training))
-        kinds = [kind for kind in KINDS if _possible(kind, where, training)]
-        kind = choose(kinds, {"none": 0.3})
-        sizes = ("4",) if training == "ddp-hierarchical" else ("2", "3", "4")
-        size = 2 if training in ELASTIC else int(choose(sizes))
+        trainings = [each for each in among((*TRAININGS, *ELASTIC), only) if choices_of(each, only)]
+        if not trainings:
+            raise ValueError(f"nothing can be chosen of {', '.join(only)}")
+        training = choose(trainings, RARE)
+        points = choices_of(training, only)
+        where = choose([each for each in points_of(training) if each in points], {})
+        kind = choose(points[where], {"none": 0.3})
+        size = int(choose(among(sizes_of(training), only), {}))
         first = where == "connecting"
         fault = Fault(
             kind,
@@ -121,16 +121,42 @@ class Plan:
         return f"{self.training}{again}, {self.size} ranks, store at {self.store}: {what}"
 
 
+def among(given: Sequence[str], only: Sequence[str]) -> list[str]:
+    """Those that are wanted; all, if none is named."""
+    return [each for each in given if each in only] or list(given)
+
+
 def points_of(training: str) -> list[str]:
     if training in ELASTIC:
         return [SAVING, SAVING, BETWEEN, RANDOM, "exchange", "finish", "hook"]
     return [*(p for p in POINTS if p not in TRAININGS[training].lacks), BETWEEN, RANDOM]
 
 
+def sizes_of(training: str) -> list[str]:
+    if training in ELASTIC:
+        return ["2"]
+    return ["4"] if training == "ddp-hierarchical" else ["2", "3", "4"]
+
+
+def choices_of(training: str, only: Sequence[str]) -> dict[str, list[str]]:
+    """The points of a training that are wanted, with the faults that are wanted and possible."""
+    found = {}
+    sizes = set(only) & {"2", "3", "4"}
+    if sizes and not sizes & set(sizes_of(training)):
+        return {}
+    wanted = among((*POINTS, BETWEEN, SAVING, RANDOM), only)
+    for where in points_of(training):
+        kinds = [kind for kind in among(KINDS, only) if _possible(kind, where, training)]
+        if where in wanted and kinds:
+            found[where] = kinds
+    return found
+
+
 def _possible(kind: str, where: str, training: str) -> bool:
-    if training in ELASTIC:  # an agent does not notice who is merely stopped: its peers do
-        return kind in ("kill", "raise", "none") and (kind != "raise" or where not in (RANDOM,))
-    return not (kind == "raise" and where == RANDOM)
+    if kind == "raise" and where == RANDOM:
+        return False
+    # An agent does not notice who is merely stopped.
+    return training not in ELASTIC or kind in ("kill", "raise", "none")
 
 
 @dataclass
@@ -683,7 +709,10 @@ def main() -> int:
     if options.runs < 1 or options.jobs < 1:
         parser.error("--runs and --jobs must be at least 1")
     console = Console()
-    plans = [Plan.of(seed, only) for seed in range(options.seed, options.seed + options.runs)]
+    try:
+        plans = [Plan.of(seed, only) for seed in range(options.seed, options.seed + options.runs)]
+    except ValueError as error:
+        parser.error(f"--only: {error}")
     began = time.monotonic()
     try:
         with console.status("loading torch"):

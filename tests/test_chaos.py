@@ -57,11 +57,15 @@ def test_a_seed_says_all_of_a_run():
     assert plans == [chaos.Plan.of(seed) for seed in range(200)]
     assert {plan.fault.kind for plan in plans} == set(chaos_faults.KINDS)
     assert {plan.training for plan in plans} >= set(chaos.TRAININGS)
-    assert all(plan.fault.where == "finish" for plan in map(only_finish, range(20)))
 
 
-def only_finish(seed: int) -> chaos.Plan:
-    return chaos.Plan.of(seed, ["finish", "all-reduce"])
+def test_only_what_is_named_is_chosen():
+    for seed in range(20):
+        plan = chaos.Plan.of(seed, ["raise", "hook", "random moment", "3"])
+        assert (plan.fault.kind, plan.fault.where, plan.size) == ("raise", "hook", 3)
+        assert plan.training.startswith("ddp-")
+    with pytest.raises(ValueError, match="nothing can be chosen of saving, all-reduce"):
+        chaos.Plan.of(0, ["saving", "all-reduce"])
 
 
 def test_exchanges_leave_threads_and_descriptors_as_they_are():
