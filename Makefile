@@ -5,7 +5,7 @@ STAMP := $(VENV)/.stamp
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-policies bench-compare clean clean-kernels
+.PHONY: help setup test test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-policies bench-compare chaos soak clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,12 @@ bench-policies: setup  ## A link that changes, too strong a start, a setting for
 
 bench-compare: setup  ## The full comparison on a slow network, with its targets (about 40 minutes)
 	$(VENV)/bin/python benchmarks/compare.py
+
+chaos: setup  ## Do something to a rank of 500 trainings, check what the others make of it (20 minutes)
+	$(VENV)/bin/python benchmarks/chaos.py
+
+soak: setup  ## Many exchanges, steps and groups: memory, threads, descriptors stay flat (10 minutes)
+	$(VENV)/bin/python benchmarks/soak.py
 
 clean-kernels:  ## Remove compiled kernels, needed after editing a function that others inline
 	find src -name '*.nb[ic]' -delete

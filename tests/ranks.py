@@ -62,7 +62,7 @@ class Ranks:
         self.size = size
         self._directory = tempfile.TemporaryDirectory(prefix="ranks")
         self._tasks = 0
-        context = _server()
+        context = server()
         self.processes, self._pipes = [], []
         for _ in range(size):
             here, there = context.Pipe()
@@ -170,7 +170,7 @@ def _pool() -> Ranks:
 
 
 @functools.cache
-def _server() -> Any:
+def server() -> Any:
     """The process from which all others fork; it cannot see sys.path, only the environment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks"])

@@ -255,7 +255,6 @@ def test_solving_gives_more_to_tensors_that_need_it():
     assert not chooser.due(8)
 
 
-<<<<<<< HEAD
 def test_what_one_policy_wants_to_see_is_not_shown_to_another():
     """A Solve that has finished, or has not begun, beside thresholds that are watched for ever."""
     spec = "layerwise:(t0=solve:(topk:0.1),steps=4; *=magnitude:0.1)"
@@ -277,7 +276,8 @@ def test_what_one_policy_wants_to_see_is_not_shown_to_another():
         if chooser.due(step):
             chooser.learn(step, [chooser.report(NOTHING)])
     assert seen == {"t0": [5, 7], "t1": [*range(1, 9), 10, 12]}
-=======
+
+
 @pytest.mark.parametrize("name", ["randomk", "bernoulli"])
 def test_solving_measures_what_will_be_sent(name):
     """Where something is remembered Random-K does not scale: its error is then (1 - ratio) of the
@@ -286,12 +286,11 @@ def test_solving_measures_what_will_be_sent(name):
     whole = float(x.square().sum())
     for residual, share in ((torch.zeros(20_000), 0.9), (None, 9.0)):
         chooser, where = begun(f"solve:({name}:0.1),steps=4,candidates=({name}:0.2)", (100, 200))
-        chooser.watch(where.tensors[0], x, residual)
+        chooser.watch(where.tensors[0], 1, x, residual)
         found = np.array(chooser.report(NOTHING)).reshape(-1, 2)
         at = [str(each) for each in chooser._choices].index(f"{name}:0.1")
         # 2,000 of 20,000 elements are drawn: 5 deviations of their share of the whole.
         assert found[at, 0] / whole == pytest.approx(share, rel=0.15)
->>>>>>> 68f15a289997e286deedc91a3e8ad48916bdbaf3
 
 
 # Magnitudes.

@@ -1,7 +1,10 @@
 """Failures that only one rank knows of: nothing is half done, and nobody goes on without it."""
 
+import gc
 import os
 import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -144,6 +147,24 @@ def on_exchanges_while_the_channel_closes() -> int:
 
 def test_what_is_submitted_while_a_channel_closes_ends():
     assert ranks.run(on_exchanges_while_the_channel_closes, ranks=2) == [0, 0]
+
+
+def on_a_group_that_is_left() -> bool:
+    """Whether its channel goes, which holds the group's store and network device."""
+    group = dist.new_group([0, 1])
+    tw.all_reduce(torch.ones(4), "none", group=group, timeout=TIMEOUT)
+    channel = weakref.ref(channel_of(group, torch.device("cpu")))
+    dist.destroy_process_group(group)
+    del group
+    end = time.monotonic() + ranks.PATIENCE / 2
+    while channel() is not None and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.05)
+    return channel() is None
+
+
+def test_a_group_that_is_left_is_not_remembered():
+    assert ranks.run(on_a_group_that_is_left, ranks=2) == [True, True]
 
 
 def on_a_fork() -> tuple[str, bool]:

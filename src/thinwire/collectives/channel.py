@@ -61,10 +61,10 @@ class Channel:
         self._lost: str | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
 
     def submit(self, exchange: Runnable) -> None:
         """Queue an exchange; its handle ends when it has ended."""
@@ -81,10 +81,6 @@ class Channel:
                 self._end = time.monotonic() + GRACE
             self._exchanges.put(None)
 
-    def join(self, timeout: float) -> None:
-        """Wait for the thread."""
-        self._thread.join(timeout)
-
     def stream(self, device: torch.device) -> "torch.cuda.Stream":
         """The stream that this channel's work on a CUDA device runs on."""
         if device not in self._streams:
@@ -96,7 +92,7 @@ class Channel:
 
     @property
     def ended(self) -> bool:
-        return not self._thread.is_alive()
+        return not self.thread.is_alive()
 
     def _run(self) -> None:
         while True:
@@ -161,9 +157,10 @@ class Channel:
             account.network_bytes = link.network_bytes - before[2]
 
 
-# Whose threads have not been seen to end. A thread that is about to end still runs destructors of
-# torch, so it must not take itself out.
-_running: list[Channel] = []
+# Threads that have not been seen to end, each with its channel. A thread that is about to end still
+# runs destructors of torch, so it must not take itself out. The channel is the thread's own: kept
+# here, it would keep the store and the network device of a group that is gone.
+_running: list[tuple[threading.Thread, weakref.ref[Channel]]] = []
 _channels: weakref.WeakKeyDictionary[Any, dict[str, Channel]]
 _channels = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -218,7 +215,8 @@ def channel_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None
             members = Members(name, tuple(ranks), index, backend)
             reference = weakref.ref(group)
             found = own[name] = Channel(members, lambda: _exists(reference))
-            _running[:] = [each for each in _running if not each.ended] + [found]
+            _running[:] = [each for each in _running if each[0].is_alive()]
+            _running.append((found.thread, weakref.ref(found)))
             weakref.finalize(group, found.close)
             atexit.unregister(_close_all)
             atexit.register(_close_all)
@@ -238,9 +236,11 @@ def _exists(reference: "weakref.ref[Any]") -> bool:
 
 def _close_all() -> None:
     """A thread must not be inside torch when the interpreter goes."""
-    own = [channel for channel in _running if channel.pid == os.getpid()]
-    for channel in own:
-        channel.close()
+    for _, reference in _running:
+        channel = reference()
+        if channel is not None and channel.pid == os.getpid():
+            channel.close()
+        del channel
     end = time.monotonic() + GRACE + PATIENCE
-    for channel in own:
-        channel.join(max(0.0, end - time.monotonic()))
+    for thread, _ in _running:
+        thread.join(max(0.0, end - time.monotonic()))  # at once in a forked child, which has none

@@ -41,7 +41,8 @@ class Reducer(Wire):
             methods`); or a function from a tensor's name to a compressor or its spec, or to None
             for uncompressed.
         feedback: what is remembered of what was left out: "none", "ef14", "ef21", "ef21m:0.1" or an
-            object; "auto" is EF14, or none where nothing is lost or the compressor is unbiased.
+            object; "auto" is EF14, or none where nothing is lost or the compressor is unbiased (and
+            TernGrad).
         collective, group, max_bytes, timeout: as for `thinwire.all_reduce`.
         nodes: as for `thinwire.all_reduce`: ``nodes=8`` for eight ranks per node adds tensors up
             inside nodes and compresses only what goes between them, which is also what `feedback`
