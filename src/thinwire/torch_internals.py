@@ -118,6 +118,15 @@ def queue_callback(callback: Callable[[], None]) -> bool:
     return True
 
 
+def reset_ddp(ddp: Any) -> None:
+    """Let a DDP model forget a backward pass that did not end.
+
+    It asserts in the next forward pass otherwise. Only for models that never form their buckets
+    anew (`find_unused_parameters` without `static_graph`): others would do so, and ask all ranks.
+    """
+    ddp.reducer._reset_state()
+
+
 def profiler_range(name: str) -> contextlib.AbstractContextManager[Any]:
     """A named range for torch's profiler, if one is running.
 

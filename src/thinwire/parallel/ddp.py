@@ -12,6 +12,7 @@ DDP finishes its buckets, the second after it.
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,7 +38,7 @@ from thinwire.reducer.exchange import Driver, UnitExchange
 from thinwire.reducer.unit import Unit
 from thinwire.reducer.units import UNCOMPRESSED
 from thinwire.telemetry import span
-from thinwire.torch_internals import queue_callback
+from thinwire.torch_internals import queue_callback, reset_ddp
 
 log = logging.getLogger("thinwire")
 ATTRIBUTE = "_thinwire_hook"  # of a DDP module that has one
@@ -105,6 +106,7 @@ class DDPHook:
         self._ended = time.perf_counter()  # the last backward pass
         self._registered: RegisteredHook | None = None
         self._undo: Callable[[], None] | None = None
+        self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._pass = self._new_pass()
 
     # Coming to a model and leaving it.
@@ -127,6 +129,7 @@ class DDPHook:
             raise ValueError("this model has a wire already: call its detach() first")
         registered.current = self
         self._registered = registered
+        self._ddp = weakref.ref(ddp)  # which holds this hook
 
     def undo_on_detach(self, undo: Callable[[], None]) -> None:
         self._undo = undo
@@ -159,17 +162,18 @@ class DDPHook:
         )  # fmt: skip
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         dense = buffer.to_dense() if buffer.is_sparse else None
+        # Ctrl-C too is raised when DDP has ended its pass: in the middle of one DDP cannot go on.
         try:
             if bucket.index() == 0:
                 self._begin()
-        except Exception as error:
+        except BaseException as error:
             self._fail(error, bucket.parameters()[0])
         self._pass.expect(_Bucket(future, buffer, dense, set(names)))
         try:
             if not self._pass.errors:
                 gradients = bucket.gradients() if dense is None else [dense]
                 self._receive(dict(zip(names, gradients, strict=True)), bucket, dense is not None)
-        except Exception as error:
+        except BaseException as error:
             self._fail(error, bucket.parameters()[0])
         if self._pass.errors:
             self._pass.give_up()
@@ -182,8 +186,7 @@ class DDPHook:
         return BackwardPass(self._wire, self._scaler is not None, self._find_unused)
 
     def _begin(self) -> None:
-        for handle in self._pass.handles:  # of a backward pass that was broken off
-            handle.wait_until_ended()
+        self._end_interrupted_pass()
         self._pass = self._new_pass()
         self._wire._begin_step(1.0 if self._scaler is None else float(self._scaler.get_scale()))
         self._planner.begin()
@@ -192,10 +195,18 @@ class DDPHook:
             check = ReplicaCheck(self._parameters, self._reducer.options, counts)
             self._pass.follow(check.start(async_op=True), set())
 
-    def _fail(self, error: Exception, tensor: Tensor) -> None:
+    def _end_interrupted_pass(self) -> None:
+        """What Ctrl-C left under way: if all went well the other ranks have counted the step."""
+        left = self._pass
+        left.wait_until_ended()
+        if left.interrupted and all(handle.exception() is None for handle in left.handles):
+            self._commit(left)
+
+    def _fail(self, error: BaseException, tensor: Tensor) -> None:
         """This rank cannot go on with the pass: the others are told in their next exchange."""
         self._pass.errors.append(error)
-        refusal = Refusal(error, tensor, self._reducer.options)
+        told = error if isinstance(error, Exception) else InterruptedError(type(error).__name__)
+        refusal = Refusal(told, tensor, self._reducer.options)
         self._pass.follow(refusal.start(async_op=True), set())
 
     def _receive(self, arrived: dict[str, Tensor], bucket: GradBucket, sparse: bool) -> None:
@@ -244,8 +255,15 @@ class DDPHook:
 
     def _finish(self) -> None:
         begin = time.perf_counter()
-        with span("wait"):
-            self._pass.wait()
+        try:
+            with span("wait"):
+                self._pass.wait()
+        except BaseException as interrupt:
+            self._pass.interrupted = True
+            self._pass.give_up()
+            self._wait_before_the_next_forward()
+            self._raise_when_ddp_has_ended([interrupt, *self._pass.errors], waits_in_vain=True)
+            return
         end = time.perf_counter()
         ledger = self._reducer.ledger
         ledger.add_seconds("waiting", end - begin)
@@ -262,10 +280,33 @@ class DDPHook:
         done.give_up()
         if not done.errors:
             return
-        # With find_unused_parameters DDP itself would now wait for ranks that are lost.
-        lost = self._find_unused and any(handle.account.lost for handle in done.handles)
-        if lost or not queue_callback(lambda: _raise_first(done.errors)):
-            _raise_first(done.errors)
+        lost = any(handle.account.lost for handle in done.handles)
+        self._raise_when_ddp_has_ended(done.errors, waits_in_vain=lost)
+
+    def _wait_before_the_next_forward(self) -> None:
+        """The exchange that is under way still uses DDP's buffers: a new pass must not."""
+        ddp, left = self._ddp(), self._pass
+        if ddp is None:
+            return
+
+        def wait(*_: Any) -> None:
+            left.wait_until_ended()
+            removable.remove()
+
+        removable = ddp.register_forward_pre_hook(wait)
+
+    def _raise_when_ddp_has_ended(self, errors: list[BaseException], waits_in_vain: bool) -> None:
+        """Raise the first of these errors when DDP has completed its buckets.
+
+        With find_unused_parameters DDP first waits for all ranks by itself. Where that may be in
+        vain the error is raised now, and DDP is told to forget the pass.
+        """
+        ddp = self._ddp()
+        if waits_in_vain and ddp is not None and _waits_for_ranks(ddp):
+            reset_ddp(ddp)
+            _raise_first(errors)
+        if not queue_callback(lambda: _raise_first(errors)):
+            _raise_first(errors)
 
     def _commit(self, done: "BackwardPass") -> None:
         """The whole step went well."""
@@ -279,6 +320,11 @@ class DDPHook:
         else:
             self._layout = done.layout
         self._wire._end_step()
+
+
+def _waits_for_ranks(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP ends each pass with a reduction of its own."""
+    return bool(ddp.find_unused_parameters) and not ddp.static_graph
 
 
 class SkippedError(PeerError):
@@ -320,6 +366,7 @@ class BackwardPass(Driver):
         self.exchanges: list[UnitExchange] = []
         self.handles: list[Handle] = []  # of the exchanges and of all else
         self.errors: list[BaseException] = []
+        self.interrupted = False  # by Ctrl-C, while exchanges were under way
         self._wire = wire
         self._buckets: list[_Bucket] = []
         self._failed = False
@@ -330,6 +377,8 @@ class BackwardPass(Driver):
             raise SkippedError("not sent: an exchange before it failed")
 
     def inspect(self, unit: Unit, update: Update, compressor: Compressor, key: Key) -> None:
+        if self.interrupted:
+            raise InterruptedError("KeyboardInterrupt")  # the gradients are the user's again
         self._wire._inspect(unit, update, compressor, key)
 
     def expect(self, bucket: _Bucket) -> None:
@@ -372,6 +421,10 @@ class BackwardPass(Driver):
             error = handle.exception()
             if error is not None and not isinstance(error, SkippedError):
                 self.errors.append(error)
+
+    def wait_until_ended(self) -> None:
+        for handle in self.handles:
+            handle.wait_until_ended()
 
     def totals(self) -> tuple[float, float, float]:
         """Seconds on the network and with compression, and bytes, of all exchanges."""
