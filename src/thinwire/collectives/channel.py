@@ -61,6 +61,7 @@ class Channel:
         self._lost: str | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
+        self._caller: threading.Thread | None = None  # inside a call that waits
         self._thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
         )
@@ -69,10 +70,36 @@ class Channel:
     def submit(self, exchange: Runnable) -> None:
         """Queue an exchange; its handle ends when it has ended."""
         with self._lock:
-            if self._end is not None:
-                raise PeerError("the process group has been destroyed")
-            self.count += 1
-            self._exchanges.put(exchange)
+            self._submit(exchange)
+
+    def call(self, exchange: Runnable) -> None:
+        """Queue an exchange and wait for it.
+
+        Until this returns, exchanges of other threads are refused: on another rank they might come
+        first. An exchange in the background keeps nobody out, as a program may well have an order
+        in which its threads start them (the thread of a backward pass and the main one, say).
+        """
+        with self._lock:
+            self._submit(exchange)
+            before, self._caller = self._caller, threading.current_thread()
+        try:
+            exchange.handle.wait()
+        finally:
+            self._caller = before
+
+    def _submit(self, exchange: Runnable) -> None:
+        if self._end is not None:
+            raise PeerError("the process group has been destroyed")
+        caller, me = self._caller, threading.current_thread()
+        if caller is not None and me not in (caller, self._thread):
+            raise RuntimeError(
+                f"{exchange.handle.what} was called in thread {me.name!r} while thread "
+                f"{caller.name!r} is inside a call on the same process group: other ranks may "
+                "order the two differently, and results would get mixed up. Use a group in one "
+                "thread at a time, or make one for each thread (torch.distributed.new_group)"
+            )
+        self.count += 1
+        self._exchanges.put(exchange)
 
     def close(self) -> None:
         """Let the thread end; what was submitted gets a moment to end before it."""

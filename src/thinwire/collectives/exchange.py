@@ -102,7 +102,10 @@ class Exchange(ABC):
         else:
             if self.device.type == "cuda":
                 self._ready = torch.cuda.current_stream(self.device).record_event()
-            self.channel.submit(self)
+            if async_op:
+                self.channel.submit(self)
+            else:
+                self.channel.call(self)
         if not async_op:
             self.handle.wait()
         return self.handle
