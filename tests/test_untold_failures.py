@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tensors import normal, same
 
 import thinwire as tw
+from thinwire import torch_internals
 from thinwire.collectives import gather
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.exchange import Exchange
@@ -86,6 +87,46 @@ def test_the_error_after_a_loss_is_always_the_same():
             assert texts[0].startswith("PeerError: the group lost its connections")
 
 
+class Abandoned:
+    """An operation of gloo that never ends, until its time is up."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.looks = tensor, 0
+
+    def is_completed(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def wait(self, *_: Any) -> None:
+        raise RuntimeError("Timed out waiting for recv operation to complete")
+
+
+def on_an_operation_that_ends_late(tensors: int) -> tuple[list[str], bool]:
+    """Rank 0 gives up a sum of gloo's, which writes its result when the call has long returned."""
+    xs = [normal(N, 10 * dist.get_rank() + i) for i in range(tensors)]
+    before, given_up = [x.clone() for x in xs], []
+
+    def never_ending(_group: Any, tensor: torch.Tensor, *_: Any) -> Abandoned:
+        given_up.append(Abandoned(tensor))
+        return given_up[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(torch_internals, "all_reduce", never_ending)
+        text = attempt(tw.all_reduce_coalesced, xs, "none")
+    for operation in given_up:
+        operation.tensor.fill_(99.0)
+    untouched = all(same(x, old) for x, old in zip(xs, before, strict=True))
+    return text, untouched
+
+
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_an_operation_that_was_given_up_cannot_write_to_tensors_later(tensors):
+    for text, untouched in ranks.run(on_an_operation_that_ends_late, tensors, ranks=2):
+        assert text.startswith("PeerError")
+        assert untouched
+
+
 # The thread of a channel
 
 
@@ -104,7 +145,7 @@ def test_a_callback_that_raises_does_not_end_the_thread():
 
 
 def on_a_second_thread() -> tuple[str, str, str, list[float]]:
-    """A call in another thread: while one waits, one is in the background, and the group is free."""
+    """A call in another thread: while one waits, beside one in the background, and alone."""
     me, found, x = dist.get_rank(), [], torch.ones(N)
     later = dist.new_group([0, 1])
     # Loads what connecting needs, so that the next call waits for nothing but the other rank.
