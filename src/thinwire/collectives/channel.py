@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire import torch_internals
+from thinwire.collectives.connect import GivenUpError, Members, Pulse, join_all
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.link import GivenUpError, Link, Members
+from thinwire.collectives.link import Link
 from thinwire.collectives.options import Options
 from thinwire.errors import PeerError, ThinwireError
 
@@ -242,7 +243,7 @@ def channel_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None
             )
         if found is None or found.ended:
             backend = torch_internals.backend_of(group, device)
-            members = Members(name, tuple(ranks), index, backend)
+            members = Members(name, tuple(ranks), index, backend, Pulse(group))
             reference = weakref.ref(group)
             found = own[name] = Channel(members, lambda: _exists(reference))
             _running[:] = [each for each in _running if not each.ended] + [found]
@@ -271,3 +272,4 @@ def _close_all() -> None:
     end = time.monotonic() + GRACE + PATIENCE
     for channel in own:
         channel.join(max(0.0, end - time.monotonic()))
+    join_all(end)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.channel import Channel, Pair, channel_of, process_group
+from thinwire.collectives.connect import GivenUpError
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.link import BackendRefusedError, GivenUpError, Link
+from thinwire.collectives.link import BackendRefusedError, Link
 from thinwire.collectives.options import Options
 from thinwire.collectives.transport import Call, Transport
 from thinwire.compressors import Compressor
