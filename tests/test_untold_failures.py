@@ -209,10 +209,9 @@ def on_an_exchange_behind_the_end() -> str:
             super()._refuse_the_rest()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("thinwire.collectives.channel.Channel", Slow)
         patch.setattr("thinwire.collectives.channel._exists", lambda _: False)
         patch.setattr("thinwire.collectives.channel.IDLE_CHECK", 0.01)
-        channel = channel_of(group, torch.device("cpu"))
+        channel = channel_of(group, torch.device("cpu"), kind=Slow)
         here.wait()
     exchange = Nothing("nothing", [torch.ones(1)], Options.of(group))
     channel.submit(exchange)  # accepted: nobody knows better yet

@@ -132,9 +132,17 @@ def broadcast(group: Any, tensor: Tensor, root: int, timeout: timedelta) -> Pend
     return group.broadcast([tensor], options)
 
 
-def keep_for_ever(group: Any) -> None:
-    """Never destroy a group: its destructor waits for operations that may never end."""
+def keep(group: Any) -> None:
+    """Do not destroy a group, not even when the interpreter ends, until `let_go` is called.
+
+    Its destructor waits for operations that may never end.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def let_go(group: Any) -> None:
+    """Undo `keep`: the operations have ended."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
 def queue_callback(callback: Callable[[], None]) -> bool:

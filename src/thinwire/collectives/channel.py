@@ -11,9 +11,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from thinwire.collectives.connect import GivenUpError, Members, Pulse, join_all
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.link import Link
 from thinwire.collectives.options import Options
+from thinwire.collectives.watch import reap
 from thinwire.errors import PeerError, ThinwireError
 
 IDLE_CHECK = 1.0  # seconds between two looks whether the process group still exists
@@ -39,14 +40,6 @@ class Runnable(Protocol):
     def run(self, link: Link, limit: timedelta) -> None: ...
 
 
-class Pair(NamedTuple):
-    """Two members of a group, and a tag: each such pair has a channel of its own."""
-
-    sender: int
-    receiver: int
-    tag: int
-
-
 class Channel:
     """The thread and the link of one group; `submit` is all that others call."""
 
@@ -56,7 +49,7 @@ class Channel:
         self.count = 0  # exchanges submitted so far: equal on all ranks of a sound program
         self.logged: set[tuple[str, str]] = set()  # choices of collectives
         self._alive = alive
-        self._exchanges: queue.SimpleQueue[Runnable | None] = queue.SimpleQueue()
+        self._exchanges: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None at the end
         self._link: Link | None = None
         self._end: float | None = None  # when to give up, once that is known
         self._lost: str | None = None
@@ -132,6 +125,7 @@ class Channel:
                 item = self._exchanges.get(timeout=IDLE_CHECK)
             except queue.Empty:
                 if self._alive():
+                    self._tidy_up()
                     continue
                 break
             if item is None:
@@ -142,6 +136,14 @@ class Channel:
         if self._link is not None:
             self._link.close(farewell=True)
 
+    def _tidy_up(self) -> None:
+        """Nothing is to do: close what nobody needs any more."""
+        forget_ended()
+        if self._link is not None and not self._link.closed and self._link.neighbour_left:
+            # The neighbour on the other side learns of it in the same way.
+            self._lost = f"one of ranks {self.members.others} has left the group"
+            self._link.close(farewell=True)
+
     def _refuse_the_rest(self) -> None:
         """What was submitted at the last moment must end, too."""
         with self._lock:
@@ -149,7 +151,10 @@ class Channel:
             while not self._exchanges.empty():
                 late = self._exchanges.get()
                 if late is not None:
-                    late.handle._end(PeerError("the process group has been destroyed"))
+                    self._refuse(late)
+
+    def _refuse(self, exchange: Runnable) -> None:
+        exchange.handle._end(PeerError("the process group has been destroyed"))
 
     def _carry_out(self, exchange: Runnable) -> None:
         handle = exchange.handle
@@ -194,7 +199,14 @@ class Channel:
 _running: list[Channel] = []
 _channels: weakref.WeakKeyDictionary[Any, dict[str, Channel]]
 _channels = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()
+
+
+def forget_ended() -> None:
+    """Let go of channels and connections that have ended, and of gloo's threads with them."""
+    reap()
+    with _lock:
+        _running[:] = [each for each in _running if not each.ended]
 
 
 def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -217,21 +229,29 @@ def place_of(group: dist.ProcessGroup, rank: int) -> int:
     return ranks.index(rank)
 
 
-def channel_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None = None) -> Channel:
+def channel_of(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    places: Sequence[int] = (),
+    *,
+    kind: type[Channel] = Channel,
+    suffix: str = "",
+) -> Channel:
     """The channel of a process group for tensors on a device, made when first asked for.
 
     Args:
         group: as from `process_group`.
         device: of the tensors; groups may have different backends for CPU and CUDA.
-        pair: for a channel between two members of the group alone.
+        places: of some members, for a channel between these alone.
+        kind: of channel.
+        suffix: of its name, where there is more than one over the same members.
     """
     ranks = dist.get_process_group_ranks(group)
     index = dist.get_rank(group)
     name = f"{group.group_name}/{device.type}"
-    if pair is not None:
-        name += f"/{pair.sender}-{pair.receiver}/{pair.tag}"
-        index = (pair.sender, pair.receiver).index(index)
-        ranks = [ranks[pair.sender], ranks[pair.receiver]]
+    if places:
+        name += "/" + "-".join(map(str, places)) + suffix
+        index, ranks = places.index(index), [ranks[place] for place in places]
     with _lock:
         own = _channels.setdefault(group, {})
         found = own.get(name)
@@ -242,11 +262,12 @@ def channel_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None
                 "torch.distributed.init_process_group in each of them"
             )
         if found is None or found.ended:
+            forget_ended()
             backend = torch_internals.backend_of(group, device)
             members = Members(name, tuple(ranks), index, backend, Pulse(group))
             reference = weakref.ref(group)
-            found = own[name] = Channel(members, lambda: _exists(reference))
-            _running[:] = [each for each in _running if not each.ended] + [found]
+            found = own[name] = kind(members, lambda: _exists(reference))
+            _running.append(found)
             weakref.finalize(group, found.close)
             atexit.unregister(_close_all)
             atexit.register(_close_all)

@@ -23,6 +23,7 @@ from thinwire.torch_internals import Backend
 LOOK = 0.05  # seconds between two looks at the clock
 PULSE = 1.0  # seconds between two looks whether others are still there
 FIRST_PULSE = 0.2  # seconds until the first
+LEAVING = 2.0  # seconds in which a rank that has left its group may still complete exchanges
 
 
 class GivenUpError(Exception):
@@ -98,6 +99,7 @@ class Connecting:
         self._abandoned = False
         self._end = float("inf")
         self._next_pulse = time.monotonic() + FIRST_PULSE
+        self._gone: tuple[list[int], float] = ([], 0.0)  # who, and since when
         self._thread = threading.Thread(
             target=self._run, name=f"thinwire connecting {members.name}", daemon=True
         )
@@ -120,32 +122,62 @@ class Connecting:
                 self._thread.join(LOOK)
                 if self._thread.is_alive():
                     interrupted()
-                    self._check(limit)
+                    self._check_pulse()
+                    self._check_time(limit)
         except BaseException:
             self.abandon()
             raise
-        if self._error is not None:
-            self._check(limit)  # its text may be a better one
-            raise PeerError(
-                f"could not connect to all of ranks {self._members.ranks}: {self._error}"
-            ) from self._error
+        self._check_result()
+
+    def ready(self) -> bool:
+        """Whether all are connected, without waiting.
+
+        Raises:
+            PeerError: a member is gone, or gloo could not connect.
+        """
+        if self._thread.is_alive():
+            self._check_pulse()
+            return False
+        self._check_result()
+        return True
 
     def abandon(self) -> None:
         """Leave it: the thread ends by itself, at once if it does not sit inside gloo."""
         self._abandoned = True
         self._thread.join(2 * LOOK)
 
-    def _check(self, limit: timedelta) -> None:
-        now = time.monotonic()
-        if now >= self._next_pulse or self._error is not None:
-            self._next_pulse = now + PULSE
+    def _check_result(self) -> None:
+        if self._error is not None:
             gone = self._members.pulse.gone(self._members.others)
-            if gone:
-                raise PeerError(
-                    f"lost {named(gone)}: the process has ended, or has left the group, before "
-                    "it was connected"
+            raise (
+                self._lost(gone)
+                if gone
+                else PeerError(
+                    f"could not connect to all of ranks {self._members.ranks}: {self._error}"
                 )
-        if now > self._end:
+            ) from self._error
+
+    def _check_pulse(self) -> None:
+        now = time.monotonic()
+        if now < self._next_pulse:
+            return
+        gone = self._members.pulse.gone(self._members.others)
+        before, since = self._gone
+        if not any(rank in before for rank in gone):
+            before, since = gone, now
+        elif now - since >= LEAVING:
+            # Without those who left because of them.
+            raise self._lost([rank for rank in gone if rank in before])
+        self._gone, self._next_pulse = (before, since), now + (LEAVING if gone else PULSE)
+
+    def _lost(self, gone: list[int]) -> PeerError:
+        return PeerError(
+            f"lost {named(gone)}: the process has ended, or has left the group, before it was "
+            "connected"
+        )
+
+    def _check_time(self, limit: timedelta) -> None:
+        if time.monotonic() > self._end:
             raise PeerError(
                 f"no answer from {named(self.missing or self._members.others)} within "
                 f"{limit.total_seconds():g} s: "

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from thinwire import torch_internals
 from thinwire.collectives.connect import Connecting, GivenUpError, Members
-from thinwire.collectives.watch import Watch
+from thinwire.collectives.watch import Watch, abandon
 from thinwire.errors import PeerError
 
 STEP = timedelta(milliseconds=50)
@@ -42,6 +42,7 @@ class Link:
         limit: how long to wait until all are connected.
         stopped: asked while waiting; when it says True, `GivenUpError` is raised.
         whole: the link of all, of which these are some.
+        made: connections that are there already.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Link:
         limit: timedelta,
         stopped: Callable[[], bool],
         whole: "Link | None" = None,
+        made: Connecting | None = None,
     ) -> None:
         self.members = members
         self.bytes_sent = 0
@@ -62,7 +64,10 @@ class Link:
         self._whole = whole
         self._subgroups: dict[tuple[int, ...], Link] = {}
         self._group: Any = None
-        self._connect(limit)
+        if made is None:
+            self._connect(limit)
+        else:
+            self._group, self._watch = made.group, made.watch
 
     def subgroup(self, places: tuple[int, ...], limit: timedelta) -> "Link":
         """The connections of some members alone, in this order; made when first asked for.
@@ -137,6 +142,15 @@ class Link:
     def closed(self) -> bool:
         return self._group is None
 
+    @property
+    def watch(self) -> Watch | None:
+        return self._watch
+
+    @property
+    def neighbour_left(self) -> bool:
+        """Whether a member has left for good: nothing more can be exchanged."""
+        return self._watch is not None and self._watch.neighbour_left
+
     def close(self, farewell: bool = False) -> None:
         """Close the connections: whoever waits for this rank learns of it at once."""
         if self._whole is not None:
@@ -165,11 +179,11 @@ class Link:
         try:
             while not self._done(pending):
                 if self._stopped():
-                    self._abandon()
+                    abandon(self._group, pending)
                     raise GivenUpError
                 if self._alarmed():
                     lost = self._reason("a process has ended", limit)
-                    self._abandon()
+                    abandon(self._group, pending)
                     break
         except RuntimeError as error:
             if self._waits_in_steps and not _is_loss(error):
@@ -194,10 +208,6 @@ class Link:
                 return False
             pending.wait()  # may have ended well just after the step
         return True
-
-    def _abandon(self) -> None:
-        """Leave a group whose threads still wait: its destructor would wait for them."""
-        torch_internals.keep_for_ever(self._group)
 
     def _reason(self, error: str, limit: timedelta) -> str:
         others = self.members.others
