@@ -308,10 +308,11 @@ def given_up_tags() -> None:
     own, out = me(), torch.zeros(5)
     tw.send(normal(5), "none", dst=1, tag=9) if own == 0 else tw.recv(out, src=0, tag=9)
     for giving_up, tag in ((0, 0), (1, 1)):
+        limit = 0.1 if own == giving_up else DEADLOCK
         call = (
-            (lambda: tw.send(normal(5), "none", dst=1, tag=tag, timeout=0.1))  # noqa: B023
+            (lambda: tw.send(normal(5), "none", dst=1, tag=tag, timeout=limit))  # noqa: B023
             if own == 0
-            else (lambda: tw.recv(out, src=0, tag=tag, timeout=0.1))  # noqa: B023
+            else (lambda: tw.recv(out, src=0, tag=tag, timeout=limit))  # noqa: B023
         )
         if own == giving_up:
             expect(tw.PeerError, f"no answer from rank {1 - own} within 0.1 s", call=call)

@@ -23,6 +23,7 @@ from thinwire.torch_internals import Backend
 LOOK = 0.05  # seconds between two looks at the clock
 PULSE = 1.0  # seconds between two looks whether others are still there
 FIRST_PULSE = 0.2  # seconds until the first
+NEWS = 0.5  # seconds until one connection knows what another has noticed
 LEAVING = 2.0  # seconds in which a rank that has left its group may still complete exchanges
 
 
@@ -43,12 +44,18 @@ class Pulse:
     def gone(self, ranks: Sequence[int]) -> list[int]:
         """Those of these global ranks whose process has ended, or has left the group."""
         group = self._group()
-        if group is None or not torch_internals.connects_at_once(group):
+        if group is None:
+            return []
+        try:
+            places = {rank: dist.get_group_rank(group, rank) for rank in ranks}
+            if not torch_internals.connects_at_once(group):
+                return []
+        except (KeyError, RuntimeError, ValueError):  # this process has left the group itself
             return []
         return [
             rank
-            for rank in ranks
-            if torch_internals.connection_closed(group, dist.get_group_rank(group, rank))
+            for rank, place in places.items()
+            if torch_internals.connection_closed(group, place)
         ]
 
 
@@ -96,7 +103,8 @@ class Connecting:
         self.missing = members.others
         self._members, self._watched = members, watched
         self._error: Exception | None = None
-        self._abandoned = False
+        self._abandoned = self._finished = False
+        self._lock = threading.Lock()
         self._end = float("inf")
         self._next_pulse = time.monotonic() + FIRST_PULSE
         self._gone: tuple[list[int], float] = ([], 0.0)  # who, and since when
@@ -143,12 +151,24 @@ class Connecting:
 
     def abandon(self) -> None:
         """Leave it: the thread ends by itself, at once if it does not sit inside gloo."""
-        self._abandoned = True
+        with self._lock:
+            self._abandoned = True
+        if self._finished:
+            self._discard()
         self._thread.join(2 * LOOK)
+
+    def _discard(self) -> None:
+        """Close what nobody will use; the destructor of a watch would wait for its neighbour."""
+        watch, self.watch, self.group = self.watch, None, None
+        if watch is not None:
+            watch.close(farewell=False)
 
     def _check_result(self) -> None:
         if self._error is not None:
-            gone = self._members.pulse.gone(self._members.others)
+            gone, end = self._members.pulse.gone(self._members.others), time.monotonic() + NEWS
+            while not gone and time.monotonic() < end:
+                time.sleep(LOOK)
+                gone = self._members.pulse.gone(self._members.others)
             raise (
                 self._lost(gone)
                 if gone
@@ -191,8 +211,10 @@ class Connecting:
             self._connect()
         except Exception as error:
             self._error = error
-        if self._abandoned:
-            self.group = self.watch = None
+        with self._lock:
+            self._finished = not self._abandoned
+        if not self._finished:
+            self._discard()
 
     def _connect(self) -> None:
         members = self._members

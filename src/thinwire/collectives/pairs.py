@@ -126,22 +126,26 @@ class PairChannel(Channel):
     # The thread.
 
     def _run(self) -> None:
-        while not (self._closing and (not self._waiting or self._given_up())):
-            self._prepare_early()
-            try:
-                item = self._exchanges.get(timeout=self._pause())
-            except queue.Empty:
-                if not self._alive():
-                    self.close()
-                forget_ended()
-            else:
-                self._take(item)
-                del item  # it holds tensors
-            self._go_on()
-        self._refuse_the_rest()
+        try:
+            while not (self._closing and (not self._waiting or self._given_up())):
+                self._step()
+        finally:
+            self._refuse_the_rest()
         if self._connecting is not None:
             self._connecting.abandon()
         self._hang_up(farewell=True)
+
+    def _step(self) -> None:
+        self._prepare_early()
+        try:
+            item = self._exchanges.get(timeout=self._pause())
+        except queue.Empty:
+            if not self._alive():
+                self.close()
+            forget_ended()
+        else:
+            self._take(item)
+        self._go_on()
 
     def _refuse_the_rest(self) -> None:
         self._end_all(PeerError("given up: the process group or the interpreter has ended"))
@@ -155,7 +159,7 @@ class PairChannel(Channel):
         return time.monotonic() - self._busy
 
     def _pause(self) -> float:
-        if self._waiting and self._link is None:
+        if self._closing or (self._waiting and self._link is None):
             return LOOK
         ends = [line[0].end for line in self._waiting.values()]
         return max(0.0, min([IDLE_CHECK, *(end - self._clock() for end in ends)]))
@@ -260,11 +264,11 @@ class PairChannel(Channel):
         if tag in self._waiting:
             self._exchange(tag)
         elif self._link is not None:
-            reason = self._ended.get(tag, "not called")
+            reason = self._ended.get(tag, "nobody receives it")
             call, device = Call(NAME, ()), torch.device("cpu")
             transport = Transport(self._link, self.members.timeout, call, Account(), device)
             try:
-                transport.announce(PeerError(f"tag {tag}: {reason}"))
+                transport.announce(PeerError(f"tag {tag} was given up: {reason}"))
             except (GivenUpError, PeerError) as error:
                 self._lose(str(error))
 
