@@ -974,6 +974,42 @@ def test_a_thousand_exchanges_in_flight_leave_nothing_behind():
         assert min(grown) < 0.75, found
 
 
+def on_leaving(count: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Groups that rank 0 leaves at once, the others two groups later; threads and open files."""
+
+    def used() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    me, groups, before = dist.get_rank(), [], used()
+    ranks_of = list(range(dist.get_world_size()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("thinwire.collectives.channel.IDLE_CHECK", 0.02)
+        tw.all_reduce(torch.ones(10), "none")
+        before = used()
+        for _ in range(count):
+            groups.append(dist.new_group(ranks_of))
+            tw.all_reduce(torch.ones(10), "none", group=groups[-1])
+            while len(groups) > (0 if me == 0 else 2):
+                dist.destroy_process_group(groups.pop(0))
+        dist.barrier()
+        while groups:
+            dist.destroy_process_group(groups.pop())
+        after, end = used(), time.monotonic() + 20
+        while (after[0] > before[0] or after[1] > before[1]) and time.monotonic() < end:
+            time.sleep(0.05)
+            after = used()
+        dist.barrier()
+    return before, after
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_groups_that_ranks_leave_at_different_times_leave_nothing_behind(size):
+    for before, after in ranks.run(on_leaving, 6, ranks=size):
+        assert after[0] <= before[0]
+        assert after[1] <= before[1]
+
+
 def on_restart(store: str) -> None:
     me, size = dist.get_rank(), dist.get_world_size()
     old = set(threading.enumerate())  # of tests before this one

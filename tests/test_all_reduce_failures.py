@@ -22,6 +22,8 @@ import torch.distributed as dist
 from tensors import same
 
 import thinwire as tw
+from thinwire import torch_internals
+from thinwire.collectives import connect
 from thinwire.collectives.link import Link
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
@@ -223,6 +225,7 @@ def die_in_the_middle() -> None:
 
 def on_death(spec: str, collective: str, n: int, how: str, victim: int) -> tuple[Report, Report]:
     """What the others see of a death, and what of the next call."""
+    connect.LEAVING = 0.2  # seconds; this process serves no other test
     if how != "first":
         assert works()
     if dist.get_rank() == victim:
@@ -264,6 +267,36 @@ def test_a_death_before_the_call_is_noticed_at_once(carried, size):
     with ranks.Ranks(size) as group:
         args = (spec, collective, 1000, "before", 0)
         check_death(group.run(on_death, *args, dying=[0]), 0)
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+def test_a_death_before_the_first_call_is_noticed_long_before_the_timeout(store):
+    place = "" if store == "file" else f"127.0.0.1:{free_port()}"
+    with ranks.Ranks(3) as group:
+        args = ("topk:0.5", "gather", 1000, "first", 0)
+        found = group.run(on_death, *args, dying=[0], store=place, seconds=60.0)
+    check_death(found, 0)
+    for report, _ in found[1:]:
+        assert report.error.startswith("PeerError: lost rank 0: the process has ended"), report
+
+
+def on_connecting_for_ever() -> tuple[Report, Report]:
+    """Rank 0 sits inside gloo, which does not keep to its time limit."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(torch_internals, "gloo_group", lambda *_: time.sleep(1000))
+        return attempt(timeout=STALL), attempt()
+
+
+def test_the_timeout_is_for_connecting_as_a_whole():
+    with ranks.Ranks(2) as group:
+        found = group.run(on_connecting_for_ever, seconds=60.0)
+    for report, later in found:
+        assert report.error.startswith("PeerError: "), report
+        assert "in an earlier call" in later.error
+    assert found[0][0].error.startswith(
+        f"PeerError: no answer from rank 1 within {STALL} s: stopped while connecting"
+    )
 
 
 def free_port() -> int:

@@ -20,6 +20,7 @@ from nets import MIN, Books, all_same, alone, backward, gradients, memory, named
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.parallel.ddp import BackwardPass, DDPHook
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
@@ -232,14 +233,10 @@ def on_loss(how: str, ddp: dict[str, Any], options: dict[str, Any]) -> list[Repo
 UNUSED = {"find_unused_parameters": True}
 
 
-def check_later(report: Report, ddp: dict[str, Any]) -> None:
-    """The pass after one that failed: DDP itself refuses it if it looks for unused parameters."""
-    if ddp is UNUSED:
-        assert report.error.startswith("RuntimeError: "), report
-        assert "reducer.cpp" in report.error
-    else:
-        assert report.error.startswith("PeerError: "), report
-        assert "in an earlier call" in report.error
+def check_later(report: Report) -> None:
+    """The pass after one that lost a rank."""
+    assert report.error.startswith("PeerError: "), report
+    assert "in an earlier call" in report.error
 
 
 @pytest.mark.parametrize(
@@ -255,7 +252,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_training_is_noticed_at_once(size
         found = group.run(on_loss, "dies", ddp, {}, dying=[size - 1])
     for report, later in found[: size - 1]:
         assert report.error.startswith("PeerError: "), report
-        check_later(later, ddp)
+        check_later(later)
         assert later.untouched
 
 
@@ -276,7 +273,7 @@ def test_a_rank_that_stalls_is_given_up_at_the_timeout(ddp, options):
         assert report.error.startswith("PeerError: "), report
         # The rank whose timeout comes first hangs up, which is what the other may notice.
         assert "within 1.5 s" in report.error or "lost the connection" in report.error
-        check_later(later, ddp)
+        check_later(later)
     assert any(f"within {SHORT} s" in report.error for report, _ in found[:2])
 
 
@@ -324,6 +321,126 @@ def test_ctrl_c_during_a_backward_pass_that_waits_ends_the_program(tmp_path):
     assert stderr.endswith("KeyboardInterrupt\n")
     assert stderr.count("Traceback") == 1
     assert "terminate called" not in stderr
+
+
+class Interrupt:
+    """Ctrl-C in a method, at one of its calls."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: type, name: str, at: int = 1) -> None:
+        self.calls, self.at, self.whole = 0, at, getattr(owner, name)
+        patch.setattr(owner, name, lambda *args: self(*args))
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+        return self.whole(*args)
+
+
+def interrupted(
+    model: Any, step: int, owner: type, name: str, at: int = 1, how: type[Interrupt] = Interrupt
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        how(patch, owner, name, at)
+        with pytest.raises(KeyboardInterrupt):
+            backward(model, step)
+
+
+class Later(NamedTuple):
+    """What a rank saw of a pass in which rank 0 was interrupted, and of those after it."""
+
+    error: str
+    balance: dict[str, float]
+    alike: bool
+
+
+def on_interrupted_waiting(ddp: dict[str, Any]) -> Later:
+    """Rank 0 is interrupted while it waits for rank 1, which comes after that."""
+    model, wire = wired(ddp=ddp)
+    later, books, error = dist.new_group([0, 1]), Books(model, wire), ""
+    for step in range(5):
+        if step != 2:
+            books.put(alone(model, step))
+            backward(model, step)
+            books.take()
+        elif dist.get_rank() == 0:
+            interrupted(model, step, BackwardPass, "wait")
+            dist.barrier(later)
+        else:
+            dist.barrier(later)
+            error = attempt(model, wire, step).error
+    everyone = [None, None]
+    dist.all_gather_object(everyone, gradients(model))
+    return Later(error, books.balance(), all_same(*everyone))
+
+
+@pytest.mark.parametrize("ddp", [{}, UNUSED], ids=["plain", "unused"])
+def test_training_goes_on_after_ctrl_c_in_a_backward_pass_that_waits(ddp):
+    """The exchange that was under way has ended on all ranks, and none has sent the rest."""
+    found = ranks.run(on_interrupted_waiting, ddp, ranks=2)
+    for report in found:
+        assert all(value <= 1 for name, value in report.balance.items() if name[0] != "4")
+        assert report.alike
+    assert found[1].error.endswith("could not go on at rank 0: InterruptedError: KeyboardInterrupt")
+
+
+class InterruptUnderWay(Interrupt):
+    """The same when all exchanges of the pass have made what they send."""
+
+    def __call__(self, *args: Any) -> Any:
+        while not all("encode" in handle.account.seconds for handle in args[0].handles):
+            time.sleep(0.001)
+        return super().__call__(*args)
+
+
+class Constant:
+    """A GradScaler; with one, residuals are written when the whole step has gone well."""
+
+    def get_scale(self) -> float:
+        return 1.0
+
+
+def on_interrupted_under_way(interrupts: bool) -> dict[str, Tensor]:
+    """What is remembered after a step in which rank 0 is interrupted, and the next."""
+    torch.manual_seed(0)
+    model, wire = wired(inner=nn.Linear(20, 30, bias=False), scaler=Constant())
+    later = dist.new_group([0, 1])
+    for step in range(4):
+        if step != 2 or not interrupts:
+            backward(model, step)
+        elif dist.get_rank() == 0:
+            interrupted(model, step, BackwardPass, "wait", how=InterruptUnderWay)
+            dist.barrier(later)
+        else:
+            dist.barrier(later)
+            backward(model, step)
+    return memory(wire) | gradients(model)
+
+
+def test_ctrl_c_while_the_last_exchange_is_under_way_leaves_a_whole_step():
+    found = ranks.run(on_interrupted_under_way, True, ranks=2)
+    expected = ranks.run(on_interrupted_under_way, False, ranks=2)
+    for own, wanted in zip(found, expected, strict=True):
+        assert all_same(own, wanted)
+
+
+def on_interrupted_sending() -> tuple[str, str, dict[str, Tensor]]:
+    """Rank 0 is interrupted when the second bucket arrives."""
+    model, wire = wired()
+    train(model, range(2))
+    error = ""
+    if dist.get_rank() == 0:
+        interrupted(model, 2, DDPHook, "_receive", at=2)
+    else:
+        error = attempt(model, wire, 2).error
+    return error, attempt(model, wire, 3).error, gradients(model)
+
+
+def test_ctrl_c_between_two_buckets_is_told_to_all_and_training_goes_on():
+    first, second = ranks.run(on_interrupted_sending, ranks=2)
+    assert "could not go on at rank 0: InterruptedError: KeyboardInterrupt" in second[0]
+    assert first[1] == second[1] == ""
+    assert all_same(first[2], second[2])
 
 
 # Replicas

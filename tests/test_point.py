@@ -14,6 +14,8 @@ from tensors import FLOATS, INTEGERS, LAYOUTS, content, lay, normal, real_of, sa
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.collectives import connect
+from thinwire.collectives.pairs import GIVEN_UP, PairChannel
 
 SIZES = [2, 3, 4]
 NAN, INF = float("nan"), float("inf")
@@ -273,6 +275,81 @@ def test_sends_in_sub_groups_know_global_ranks():
     run(sub_groups, ranks=4)
 
 
+def resources() -> tuple[int, int]:
+    """Threads and open files of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def many_tags(turns: int) -> list[tuple[int, int]]:
+    """Sixteen new tags in each turn, received in another order than sent."""
+    found = []
+    for turn in range(turns):
+        tags = range(16 * turn, 16 * turn + 16)
+        xs = {tag: torch.full([5], float(tag)) for tag in tags}
+        if me() == 0:
+            tw.wait_all([tw.isend(x, "none", dst=1, tag=tag) for tag, x in xs.items()])
+        else:
+            outs = {tag: torch.zeros(5) for tag in reversed(tags)}
+            tw.wait_all([tw.irecv(out, src=0, tag=tag) for tag, out in outs.items()])
+            assert all(same(outs[tag], x) for tag, x in xs.items())
+        found.append(resources())
+    return found
+
+
+def test_tags_take_neither_threads_nor_connections():
+    for first, *others in run(many_tags, 4, ranks=2):
+        for each in others:
+            assert each[0] <= first[0]
+            assert each[1] <= first[1]
+
+
+def given_up_tags() -> None:
+    """One side gives a tag up while the other has not come, or comes just then; others go on."""
+    own, out = me(), torch.zeros(5)
+    tw.send(normal(5), "none", dst=1, tag=9) if own == 0 else tw.recv(out, src=0, tag=9)
+    for giving_up, tag in ((0, 0), (1, 1)):
+        limit = 0.1 if own == giving_up else DEADLOCK
+        call = (
+            (lambda: tw.send(normal(5), "none", dst=1, tag=tag, timeout=limit))  # noqa: B023
+            if own == 0
+            else (lambda: tw.recv(out, src=0, tag=tag, timeout=limit))  # noqa: B023
+        )
+        if own == giving_up:
+            expect(tw.PeerError, f"no answer from rank {1 - own} within 0.1 s", call=call)
+        dist.barrier()
+        if own != giving_up:
+            expect(tw.PeerError, f"rank {giving_up}", "given up", call=call)
+        tw.send(normal(5, tag), "none", dst=1, tag=9) if own == 0 else tw.recv(out, src=0, tag=9)
+        assert own == 0 or same(out, normal(5, tag))
+
+
+def test_a_tag_that_one_side_gave_up_has_ended_for_both_and_no_other():
+    run(given_up_tags, ranks=2)
+
+
+def start_of_what_was_given_up() -> str:
+    """The sender starts just when the receiver gives up: its notice is still under way."""
+    out = torch.zeros(5)
+    tw.send(normal(5), "none", dst=1) if me() == 0 else tw.recv(out, src=0)
+    with pytest.MonkeyPatch.context() as patch:
+        if me() == 1:
+            tell = PairChannel._tell
+            silent = lambda self, notice: notice.kind == GIVEN_UP or tell(self, notice)  # noqa: E731
+            patch.setattr(PairChannel, "_tell", silent)
+            call = lambda: tw.recv(out, src=0, tag=1, timeout=0.1)  # noqa: E731
+            expect(tw.PeerError, "no answer from rank 0 within 0.1 s", call=call)
+        dist.barrier()
+        if me() == 0:
+            call = lambda: tw.send(normal(5), "none", dst=1, tag=1)  # noqa: E731
+            expect(tw.PeerError, "could not go on at rank 1", "no answer", call=call)
+    tw.send(normal(5, 7), "none", dst=1) if me() == 0 else tw.recv(out, src=0)
+    return "" if me() == 0 or same(out, normal(5, 7)) else "another message"
+
+
+def test_a_send_that_meets_a_receive_just_given_up_is_told_so():
+    assert run(start_of_what_was_given_up, ranks=2) == ["", ""]
+
+
 def mismatches() -> None:
     own, r, old = me(), normal(12, 2), normal(12, 2)
     sent, out = normal(12), torch.zeros(12)
@@ -368,9 +445,11 @@ def test_a_peer_that_never_calls_is_an_error_after_the_time_limit():
     run(stalled, ranks=2)
 
 
-def mourn(sender_dies: bool) -> None:
+def mourn(sender_dies: bool, connected: bool) -> None:
     own, r, out = me(), normal(30, 1), torch.zeros(30)
-    tw.send(out, "none", dst=1) if own == 0 else tw.recv(out, src=0)
+    connect.LEAVING = 0.2  # seconds; this process serves no other test
+    if connected:
+        tw.send(out, "none", dst=1) if own == 0 else tw.recv(out, src=0)
     dies = own == (0 if sender_dies else 1)
     if dies:
         time.sleep(0.2)  # the other waits by now
@@ -379,16 +458,17 @@ def mourn(sender_dies: bool) -> None:
         call = lambda: tw.send(normal(30), "onebit", dst=1, residual=r)  # noqa: E731
     else:
         call = lambda: tw.recv(out, src=0)  # noqa: E731
-    expect(tw.PeerError, f"ranks [{1 - own}]", call=call)
+    expect(tw.PeerError, f"ranks [{1 - own}]" if connected else f"lost rank {1 - own}", call=call)
     assert same(r, normal(30, 1))
     assert not out.any()
 
 
+@pytest.mark.parametrize("connected", [False, True])
 @pytest.mark.parametrize("sender_dies", [False, True])
-def test_a_peer_that_dies_is_an_error_at_once(sender_dies):
+def test_a_peer_that_dies_is_an_error_at_once(sender_dies, connected):
     with Ranks(2) as ranks:
         dying = 0 if sender_dies else 1
-        ranks.run(mourn, sender_dies, dying=[dying])
+        ranks.run(mourn, sender_dies, connected, dying=[dying])
 
 
 # Pipelines

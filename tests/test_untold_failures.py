@@ -14,8 +14,9 @@ import torch.distributed as dist
 from tensors import normal, same
 
 import thinwire as tw
+from thinwire import torch_internals
 from thinwire.collectives import gather
-from thinwire.collectives.channel import channel_of
+from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.options import Options
 
@@ -89,6 +90,46 @@ def test_the_error_after_a_loss_is_always_the_same():
             assert texts[0].startswith("PeerError: the group lost its connections")
 
 
+class Abandoned:
+    """An operation of gloo that never ends, until its time is up."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.looks = tensor, 0
+
+    def is_completed(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def wait(self, *_: Any) -> None:
+        raise RuntimeError("Timed out waiting for recv operation to complete")
+
+
+def on_an_operation_that_ends_late(tensors: int) -> tuple[list[str], bool]:
+    """Rank 0 gives up a sum of gloo's, which writes its result when the call has long returned."""
+    xs = [normal(N, 10 * dist.get_rank() + i) for i in range(tensors)]
+    before, given_up = [x.clone() for x in xs], []
+
+    def never_ending(_group: Any, tensor: torch.Tensor, *_: Any) -> Abandoned:
+        given_up.append(Abandoned(tensor))
+        return given_up[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(torch_internals, "all_reduce", never_ending)
+        text = attempt(tw.all_reduce_coalesced, xs, "none")
+    for operation in given_up:
+        operation.tensor.fill_(99.0)
+    untouched = all(same(x, old) for x, old in zip(xs, before, strict=True))
+    return text, untouched
+
+
+@pytest.mark.parametrize("tensors", [1, 2])
+def test_an_operation_that_was_given_up_cannot_write_to_tensors_later(tensors):
+    for text, untouched in ranks.run(on_an_operation_that_ends_late, tensors, ranks=2):
+        assert text.startswith("PeerError")
+        assert untouched
+
+
 # The thread of a channel
 
 
@@ -106,6 +147,48 @@ def test_a_callback_that_raises_does_not_end_the_thread():
         assert all(found)
 
 
+def on_a_second_thread() -> tuple[str, str, str, list[float]]:
+    """A call in another thread: while one waits, beside one in the background, and alone."""
+    me, found, x = dist.get_rank(), [], torch.ones(N)
+    later = dist.new_group([0, 1])
+    # Loads what connecting needs, so that the next call waits for nothing but the other rank.
+    tw.all_reduce(torch.ones(N), "none", timeout=TIMEOUT)
+
+    def in_thread() -> None:
+        y = torch.ones(N)
+        thread = threading.Thread(
+            target=lambda: found.append(attempt(tw.all_reduce, y, "none")), name="second"
+        )
+        thread.start()
+        thread.join()
+
+    if me == 0:
+        waiting = threading.Thread(target=lambda: attempt(tw.all_reduce, x, "none"), name="first")
+        waiting.start()
+        while channel_of(dist.group.WORLD, torch.device("cpu")).count < 2:
+            pass
+        in_thread()  # refused: rank 1 has not come
+        dist.barrier(later)
+        waiting.join()
+    else:
+        dist.barrier(later)
+        found.append(attempt(tw.all_reduce, x, "none"))
+    background = tw.all_reduce(torch.ones(N), "none", async_op=True)
+    in_thread()
+    background.wait()
+    in_thread()
+    return (*found, x.unique().tolist())
+
+
+def test_threads_that_call_on_one_group_at_the_same_time_are_refused():
+    (refused, *others, first), (_, *also, second) = ranks.run(on_a_second_thread, ranks=2)
+    assert refused.startswith("RuntimeError: all_reduce")
+    assert "'second'" in refused
+    assert "'first'" in refused
+    assert first == second == [2.0]
+    assert others == also == ["", ""]
+
+
 class Nothing(Exchange):
     def prepare(self) -> None:
         pass
@@ -115,6 +198,34 @@ class Nothing(Exchange):
 
     def finish(self) -> None:
         pass
+
+
+def on_an_exchange_behind_the_end() -> str:
+    """The thread has left its loop but not yet said so when an exchange comes."""
+    group = dist.new_group([0, 1])
+    here, there = threading.Event(), threading.Event()
+
+    class Slow(Channel):
+        def _refuse_the_rest(self) -> None:
+            here.set()
+            there.wait()
+            super()._refuse_the_rest()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("thinwire.collectives.channel._exists", lambda _: False)
+        patch.setattr("thinwire.collectives.channel.IDLE_CHECK", 0.01)
+        channel = channel_of(group, torch.device("cpu"), kind=Slow)
+        here.wait()
+    exchange = Nothing("nothing", [torch.ones(1)], Options.of(group))
+    channel.submit(exchange)  # accepted: nobody knows better yet
+    there.set()
+    exchange.handle.wait_until_ended()
+    return f"{type(exchange.handle.exception()).__name__}: {exchange.handle.exception()}"
+
+
+def test_what_is_submitted_behind_the_last_look_into_the_queue_ends():
+    for text in ranks.run(on_an_exchange_behind_the_end, ranks=2):
+        assert text == "PeerError: the process group has been destroyed"
 
 
 def on_exchanges_while_the_channel_closes() -> int:

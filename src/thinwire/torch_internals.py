@@ -6,6 +6,7 @@ is where to look first; `make test-torch TORCH=...` runs the tests on another re
 
 import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -74,6 +75,37 @@ def gloo_group(store: Any, index: int, size: int, network_devices: Any, timeout:
     return _c10d.ProcessGroupGloo(store, index, size, options)
 
 
+PULSE_TAG = 2_147_461_523  # of messages that nobody receives
+
+
+def connects_at_once(group: dist.ProcessGroup) -> bool:
+    """Whether the members of a group are connected from its beginning: gloo, unless told not to."""
+    lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "t", "true")
+    return not lazy and _gloo_of(group) is not None
+
+
+def connection_closed(group: dist.ProcessGroup, place: int) -> bool:
+    """Whether a gloo group's connection to a member is closed: its process has ended.
+
+    No function tells. But gloo refuses at once to send over a closed connection; over an open one
+    it offers an empty message that nobody will ask for, which costs some bytes of memory.
+    """
+    try:
+        _gloo_of(group).send([torch.empty(0, dtype=torch.uint8)], place, PULSE_TAG)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _gloo_of(group: dist.ProcessGroup) -> Any:
+    """The gloo backend of a group, for tensors of the host; None if it has none."""
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return None
+    return backend if backend.name() == "gloo" else None
+
+
 # Operations of a single group with a time limit of their own: the public functions take none.
 
 
@@ -112,9 +144,17 @@ def broadcast(group: Any, tensor: Tensor, root: int, timeout: timedelta) -> Pend
     return group.broadcast([tensor], options)
 
 
-def keep_for_ever(group: Any) -> None:
-    """Never destroy a group: its destructor waits for operations that may never end."""
+def keep(group: Any) -> None:
+    """Do not destroy a group, not even when the interpreter ends, until `let_go` is called.
+
+    Its destructor waits for operations that may never end.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def let_go(group: Any) -> None:
+    """Undo `keep`: the operations have ended."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
 def queue_callback(callback: Callable[[], None]) -> bool:
@@ -144,6 +184,15 @@ def register_hook(ddp: Any, state: object, hook: Callable[..., Any]) -> None:
         )
     ddp.register_comm_hook(state, hook)
     ddp._comm_hooks.pop()
+
+
+def reset_ddp(ddp: Any) -> None:
+    """Let a DDP model forget a backward pass that did not end.
+
+    It asserts in the next forward pass otherwise. Only for models that never form their buckets
+    anew (`find_unused_parameters` without `static_graph`): others would do so, and ask all ranks.
+    """
+    ddp.reducer._reset_state()
 
 
 def profiler_range(name: str) -> contextlib.AbstractContextManager[Any]:

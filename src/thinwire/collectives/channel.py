@@ -11,17 +11,19 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from thinwire import torch_internals
+from thinwire.collectives.connect import GivenUpError, Members, Pulse, join_all
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.link import GivenUpError, Link, Members
+from thinwire.collectives.link import Link
 from thinwire.collectives.options import Options
+from thinwire.collectives.watch import reap
 from thinwire.errors import PeerError, ThinwireError
 
 IDLE_CHECK = 1.0  # seconds between two looks whether the process group still exists
@@ -38,14 +40,6 @@ class Runnable(Protocol):
     def run(self, link: Link, limit: timedelta) -> None: ...
 
 
-class Pair(NamedTuple):
-    """Two members of a group, and a tag: each such pair has a channel of its own."""
-
-    sender: int
-    receiver: int
-    tag: int
-
-
 class Channel:
     """The thread and the link of one group; `submit` is all that others call."""
 
@@ -55,12 +49,13 @@ class Channel:
         self.count = 0  # exchanges submitted so far: equal on all ranks of a sound program
         self.logged: set[tuple[str, str]] = set()  # choices of collectives
         self._alive = alive
-        self._exchanges: queue.SimpleQueue[Runnable | None] = queue.SimpleQueue()
+        self._exchanges: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None at the end
         self._link: Link | None = None
         self._end: float | None = None  # when to give up, once that is known
         self._lost: str | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
+        self._caller: threading.Thread | None = None  # inside a call that waits
         self.thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
         )
@@ -69,10 +64,36 @@ class Channel:
     def submit(self, exchange: Runnable) -> None:
         """Queue an exchange; its handle ends when it has ended."""
         with self._lock:
-            if self._end is not None:
-                raise PeerError("the process group has been destroyed")
-            self.count += 1
-            self._exchanges.put(exchange)
+            self._submit(exchange)
+
+    def call(self, exchange: Runnable) -> None:
+        """Queue an exchange and wait for it.
+
+        Until this returns, exchanges of other threads are refused: on another rank they might come
+        first. An exchange in the background keeps nobody out, as a program may well have an order
+        in which its threads start them (the thread of a backward pass and the main one, say).
+        """
+        with self._lock:
+            self._submit(exchange)
+            before, self._caller = self._caller, threading.current_thread()
+        try:
+            exchange.handle.wait()
+        finally:
+            self._caller = before
+
+    def _submit(self, exchange: Runnable) -> None:
+        if self._end is not None:
+            raise PeerError("the process group has been destroyed")
+        caller, me = self._caller, threading.current_thread()
+        if caller is not None and me not in (caller, self.thread):
+            raise RuntimeError(
+                f"{exchange.handle.what} was called in thread {me.name!r} while thread "
+                f"{caller.name!r} is inside a call on the same process group: other ranks may "
+                "order the two differently, and results would get mixed up. Use a group in one "
+                "thread at a time, or make one for each thread (torch.distributed.new_group)"
+            )
+        self.count += 1
+        self._exchanges.put(exchange)
 
     def close(self) -> None:
         """Let the thread end; what was submitted gets a moment to end before it."""
@@ -100,6 +121,7 @@ class Channel:
                 item = self._exchanges.get(timeout=IDLE_CHECK)
             except queue.Empty:
                 if self._alive():
+                    self._tidy_up()
                     continue
                 break
             if item is None:
@@ -110,6 +132,14 @@ class Channel:
         if self._link is not None:
             self._link.close(farewell=True)
 
+    def _tidy_up(self) -> None:
+        """Nothing is to do: close what nobody needs any more."""
+        forget_ended()
+        if self._link is not None and not self._link.closed and self._link.neighbour_left:
+            # The neighbour on the other side learns of it in the same way.
+            self._lost = f"one of ranks {self.members.others} has left the group"
+            self._link.close(farewell=True)
+
     def _refuse_the_rest(self) -> None:
         """What was submitted at the last moment must end, too."""
         with self._lock:
@@ -117,7 +147,10 @@ class Channel:
             while not self._exchanges.empty():
                 late = self._exchanges.get()
                 if late is not None:
-                    late.handle._end(PeerError("the process group has been destroyed"))
+                    self._refuse(late)
+
+    def _refuse(self, exchange: Runnable) -> None:
+        exchange.handle._end(PeerError("the process group has been destroyed"))
 
     def _carry_out(self, exchange: Runnable) -> None:
         handle = exchange.handle
@@ -163,7 +196,14 @@ class Channel:
 _running: list[tuple[threading.Thread, weakref.ref[Channel]]] = []
 _channels: weakref.WeakKeyDictionary[Any, dict[str, Channel]]
 _channels = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()
+
+
+def forget_ended() -> None:
+    """Let go of channels and connections that have ended, and of gloo's threads with them."""
+    reap()
+    with _lock:
+        _running[:] = [each for each in _running if each[0].is_alive()]
 
 
 def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -186,21 +226,29 @@ def place_of(group: dist.ProcessGroup, rank: int) -> int:
     return ranks.index(rank)
 
 
-def channel_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None = None) -> Channel:
+def channel_of(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    places: Sequence[int] = (),
+    *,
+    kind: type[Channel] = Channel,
+    suffix: str = "",
+) -> Channel:
     """The channel of a process group for tensors on a device, made when first asked for.
 
     Args:
         group: as from `process_group`.
         device: of the tensors; groups may have different backends for CPU and CUDA.
-        pair: for a channel between two members of the group alone.
+        places: of some members, for a channel between these alone.
+        kind: of channel.
+        suffix: of its name, where there is more than one over the same members.
     """
     ranks = dist.get_process_group_ranks(group)
     index = dist.get_rank(group)
     name = f"{group.group_name}/{device.type}"
-    if pair is not None:
-        name += f"/{pair.sender}-{pair.receiver}/{pair.tag}"
-        index = (pair.sender, pair.receiver).index(index)
-        ranks = [ranks[pair.sender], ranks[pair.receiver]]
+    if places:
+        name += "/" + "-".join(map(str, places)) + suffix
+        index, ranks = places.index(index), [ranks[place] for place in places]
     with _lock:
         own = _channels.setdefault(group, {})
         found = own.get(name)
@@ -211,11 +259,11 @@ def channel_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None
                 "torch.distributed.init_process_group in each of them"
             )
         if found is None or found.ended:
+            forget_ended()
             backend = torch_internals.backend_of(group, device)
-            members = Members(name, tuple(ranks), index, backend)
+            members = Members(name, tuple(ranks), index, backend, Pulse(group))
             reference = weakref.ref(group)
-            found = own[name] = Channel(members, lambda: _exists(reference))
-            _running[:] = [each for each in _running if each[0].is_alive()]
+            found = own[name] = kind(members, lambda: _exists(reference))
             _running.append((found.thread, weakref.ref(found)))
             weakref.finalize(group, found.close)
             atexit.unregister(_close_all)
@@ -244,3 +292,4 @@ def _close_all() -> None:
     end = time.monotonic() + GRACE + PATIENCE
     for thread, _ in _running:
         thread.join(max(0.0, end - time.monotonic()))  # at once in a forked child, which has none
+    join_all(end)

@@ -1,6 +1,7 @@
 """One exchange with the other ranks of a group, from the call to its result."""
 
 import contextlib
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.channel import Channel, Pair, channel_of, process_group
+from thinwire.collectives.channel import Channel, channel_of, process_group
+from thinwire.collectives.connect import GivenUpError
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.link import BackendRefusedError, GivenUpError, Link
+from thinwire.collectives.link import BackendRefusedError, Link
 from thinwire.collectives.options import Options
 from thinwire.collectives.transport import Call, Transport
 from thinwire.compressors import Compressor
@@ -48,7 +50,6 @@ class Exchange(ABC):
         options: the group and the limits.
         result: what the handle's future holds in the end.
         what: the exchange in words, for errors and logs.
-        pair: to take place between two members alone, see `channel_of`.
     """
 
     def __init__(
@@ -59,7 +60,6 @@ class Exchange(ABC):
         *,
         result: Any = None,
         what: str = "",
-        pair: Pair | None = None,
     ) -> None:
         group = process_group(options.group)
         # An error that is kept keeps this object by its traceback, but must not keep the
@@ -71,7 +71,8 @@ class Exchange(ABC):
         self.handle = Handle(result, what or name)
         self._global_rank = dist.get_rank()
         self._group = weakref.ref(group)
-        self._pair = pair
+        self._prepared = False
+        self._early_error: Exception | None = None
         self._channel: Channel | None = None
         self._ready: torch.cuda.Event | None = None
 
@@ -84,8 +85,11 @@ class Exchange(ABC):
     @property
     def channel(self) -> Channel:
         if self._channel is None:
-            self._channel = channel_of(self.group, self.device, self._pair)
+            self._channel = self._find_channel()
         return self._channel
+
+    def _find_channel(self) -> Channel:
+        return channel_of(self.group, self.device)
 
     def key(self, compressor: Compressor, key: Key | None) -> Key:
         """The key to draw with: counted if none is given, one for each rank unless shared."""
@@ -102,7 +106,10 @@ class Exchange(ABC):
         else:
             if self.device.type == "cuda":
                 self._ready = torch.cuda.current_stream(self.device).record_event()
-            self.channel.submit(self)
+            if async_op:
+                self.channel.submit(self)
+            else:
+                self.channel.call(self)
         if not async_op:
             self.handle.wait()
         return self.handle
@@ -156,7 +163,7 @@ class Exchange(ABC):
             try:
                 self.enter(transport)
                 with transport.preparing():
-                    self.prepare()
+                    self._prepare_once()
                 self.exchange(transport)
             except BaseException:
                 self.undo()
@@ -170,6 +177,23 @@ class Exchange(ABC):
                 # The others may have gone on, or wait for this rank: closed connections tell them.
                 transport.link.close()
             raise
+
+    def prepare_early(self) -> None:
+        """`prepare` before the others have come; what it raises comes out when they have."""
+        begin = time.perf_counter()
+        try:
+            with self._on_own_stream():
+                self.prepare()
+        except Exception as error:
+            self._early_error = error
+        self._prepared = True
+        self.handle.account.seconds["encode"] = time.perf_counter() - begin
+
+    def _prepare_once(self) -> None:
+        if self._early_error is not None:
+            raise self._early_error
+        if not self._prepared:
+            self.prepare()
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[None]:

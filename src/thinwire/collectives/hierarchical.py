@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.algorithm import PayloadAlgorithm
+from thinwire.collectives.connect import GivenUpError
 from thinwire.collectives.flat import algorithm_for, collective_for
-from thinwire.collectives.link import GivenUpError
 from thinwire.collectives.memory import (
     MOST_ROUNDS,
     Estimate,

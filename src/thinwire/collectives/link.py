@@ -11,9 +11,8 @@ Everything waits in short steps, so that a thread that waits can be told to give
 sits inside torch when the interpreter ends takes the process down with a crash.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import torch_internals
-from thinwire.collectives.watch import Watch
+from thinwire.collectives.connect import Connecting, GivenUpError, Members
+from thinwire.collectives.watch import Watch, abandon
 from thinwire.errors import PeerError
-from thinwire.torch_internals import Backend
 
 STEP = timedelta(milliseconds=50)
 MOST_KEPT = 1 << 28  # bytes
@@ -35,37 +34,15 @@ class BackendRefusedError(RuntimeError):
     """The backend does not take the type or the reduction, on all ranks alike."""
 
 
-class GivenUpError(Exception):
-    """The waiting thread was told to give up."""
-
-
-@dataclass(frozen=True)
-class Members:
-    """Who takes part in a link, and what is needed to make it."""
-
-    name: str  # the same on all members, different for every link over one store
-    ranks: tuple[int, ...]  # global ranks, in the group's order
-    index: int  # this process's place in `ranks`
-    backend: Backend  # of the process group, for this kind of device
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long to wait for others, unless a call says otherwise."""
-        return self.backend.timeout
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-
 class Link:
     """Collectives on flat tensors; every method returns when this rank's part is complete.
 
     Args:
         members: who takes part.
-        limit: how long to wait for them to come.
+        limit: how long to wait until all are connected.
         stopped: asked while waiting; when it says True, `GivenUpError` is raised.
         whole: the link of all, of which these are some.
+        made: connections that are there already.
     """
 
     def __init__(
@@ -74,6 +51,7 @@ class Link:
         limit: timedelta,
         stopped: Callable[[], bool],
         whole: "Link | None" = None,
+        made: Connecting | None = None,
     ) -> None:
         self.members = members
         self.bytes_sent = 0
@@ -85,12 +63,11 @@ class Link:
         self._watch: Watch | None = None
         self._whole = whole
         self._subgroups: dict[tuple[int, ...], Link] = {}
-        try:
-            self._group: Any = self._connect(limit)
-        except RuntimeError as error:
-            raise PeerError(
-                f"could not connect to all of ranks {members.ranks}: {error}"
-            ) from error
+        self._group: Any = None
+        if made is None:
+            self._connect(limit)
+        else:
+            self._group, self._watch = made.group, made.watch
 
     def subgroup(self, places: tuple[int, ...], limit: timedelta) -> "Link":
         """The connections of some members alone, in this order; made when first asked for.
@@ -165,6 +142,15 @@ class Link:
     def closed(self) -> bool:
         return self._group is None
 
+    @property
+    def watch(self) -> Watch | None:
+        return self._watch
+
+    @property
+    def neighbour_left(self) -> bool:
+        """Whether a member has left for good: nothing more can be exchanged."""
+        return self._watch is not None and self._watch.neighbour_left
+
     def close(self, farewell: bool = False) -> None:
         """Close the connections: whoever waits for this rank learns of it at once."""
         if self._whole is not None:
@@ -193,11 +179,11 @@ class Link:
         try:
             while not self._done(pending):
                 if self._stopped():
-                    self._abandon()
+                    abandon(self._group, pending)
                     raise GivenUpError
                 if self._alarmed():
                     lost = self._reason("a process has ended", limit)
-                    self._abandon()
+                    abandon(self._group, pending)
                     break
         except RuntimeError as error:
             if self._waits_in_steps and not _is_loss(error):
@@ -223,74 +209,43 @@ class Link:
             pending.wait()  # may have ended well just after the step
         return True
 
-    def _abandon(self) -> None:
-        """Leave a group whose threads still wait: its destructor would wait for them."""
-        torch_internals.keep_for_ever(self._group)
-
     def _reason(self, error: str, limit: timedelta) -> str:
-        others = [r for i, r in enumerate(self.members.ranks) if i != self.members.index]
+        others = self.members.others
         if "imed out" in error:
             seconds = limit.total_seconds()
             return f"no answer from one of ranks {others} within {seconds:g} s ({error})"
         return f"lost the connection to one of ranks {others} ({error})"
 
-    def _connect(self, limit: timedelta) -> Any:
+    def _connect(self, limit: timedelta) -> None:
         members = self.members
-        if not self._waits_in_steps:
-            return dist.new_group(
+        if self._waits_in_steps:
+            connecting = Connecting(members, watched=self._whole is None)  # one ring for all
+            connecting.wait(limit, lambda: self._check_interruption(limit))
+            self._group, self._watch = connecting.group, connecting.watch
+            return
+        try:
+            self._group = dist.new_group(
                 list(members.ranks),
                 timeout=members.timeout,
                 backend=members.backend.name,
                 use_local_synchronization=True,
                 group_desc=f"thinwire {members.name}",
             )
-        # Of its own: a thread that waits for a key keeps all others from the same connection.
-        shared = members.backend.store
-        own = shared.clone() if hasattr(shared, "clone") else shared
-        made = own.add(f"thinwire/made/{members.name}/{members.index}", 1)
-        store = torch_internals.prefixed(f"thinwire/{members.name}/{made}", own)
-        self._assemble(store, limit)
+        except RuntimeError as error:
+            raise PeerError(
+                f"could not connect to all of ranks {members.ranks}: {error}"
+            ) from error
 
-        def connect(name: str, place: int, size: int) -> Any:
-            own_store = torch_internals.prefixed(name, store)
-            devices = members.backend.network_devices
-            return torch_internals.gloo_group(own_store, place, size, devices, limit)
-
-        group = connect("data", members.index, members.size)
-        if self._whole is None:  # one ring is enough for all
-            self._watch = Watch(connect, members.index, members.size)
-        return group
-
-    def _assemble(self, store: Any, limit: timedelta) -> None:
-        """Return when all members have come; connecting itself cannot be told to give up."""
-        members = self.members
-        store.set(f"here/{members.index}", "1")
-        missing = [i for i in range(members.size) if i != members.index]
-        pause, end = 1e-3, time.monotonic() + limit.total_seconds()
-        while missing:
-            missing = [i for i in missing if not store.check([f"here/{i}"])]
-            if missing and self._stopped():
-                raise GivenUpError
-            if missing and self._alarmed():
-                raise PeerError(self._reason("a process has ended", limit))
-            if missing and time.monotonic() > end:
-                absent = [members.ranks[i] for i in missing]
-                seconds = limit.total_seconds()
-                raise PeerError(
-                    f"no answer from {_name(absent)} within {seconds:g} s: not yet in this call"
-                )
-            if missing:
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
+    def _check_interruption(self, limit: timedelta) -> None:
+        if self._stopped():
+            raise GivenUpError
+        if self._alarmed():
+            raise PeerError(self._reason("a process has ended", limit))
 
 
 def _is_loss(error: RuntimeError) -> bool:
     """Whether gloo complains of the network."""
     return any(sign in str(error) for sign in ("gloo/", "imed out", "timeout", "onnect"))
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 def _children(place: int, size: int) -> int:

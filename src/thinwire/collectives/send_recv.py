@@ -1,7 +1,7 @@
 """send and recv: one compressed tensor from one rank to another.
 
-Each direction between two ranks, and each tag, has a channel of its own: messages of one channel
-arrive in the order they were sent, and a receive that waits holds up nothing else.
+Each direction between two ranks has a channel of its own (`pairs`): messages of one tag arrive in
+the order they were sent, and a receive that waits holds up nothing else.
 """
 
 import torch
@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.allreduce import check_writable
-from thinwire.collectives.channel import Pair, place_of, process_group
+from thinwire.collectives.channel import Channel, place_of, process_group
 from thinwire.collectives.exchange import Exchange, describe
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.message import LENGTH, bundle
 from thinwire.collectives.options import Group, Options, Timeout
+from thinwire.collectives.pairs import NAME, SENDER, Pair, pair_channel_of
 from thinwire.collectives.reduction import FlatTensors
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor, LocalCompressor, local_of
@@ -21,9 +22,6 @@ from thinwire.errors import FrameError
 from thinwire.frames import longest_frame, unpack
 from thinwire.frames.code import Extent
 from thinwire.kernels import Key
-
-NAME = "send and recv"
-SENDER, RECEIVER = 0, 1
 
 
 def send(
@@ -113,7 +111,19 @@ def irecv(
     return Receive(tensor, src, tag, options).start(True)
 
 
-class Send(Exchange):
+class PairExchange(Exchange):
+    """Takes place between two members alone."""
+
+    def __init__(self, tensor: Tensor, pair: Pair, options: Options, what: str) -> None:
+        super().__init__(NAME, [tensor], options, result=tensor, what=what)
+        self.pair = pair
+        self.details = (("tensor", describe(tensor)),)
+
+    def _find_channel(self) -> Channel:
+        return pair_channel_of(self.group, self.device, self.pair)
+
+
+class Send(PairExchange):
     def __init__(
         self,
         tensor: Tensor,
@@ -127,12 +137,9 @@ class Send(Exchange):
         compressor.check_input(tensor, residual)
         what = f"send of {describe(tensor)} to rank {dst} with {compressor}"
         me, other = _places(tensor, dst, tag, options)
-        super().__init__(
-            NAME, [tensor], options, result=tensor, what=what, pair=Pair(me, other, tag)
-        )
+        super().__init__(tensor, Pair(me, other, tag), options, what)
         self._tensor, self._residual, self._compressor = tensor, residual, compressor
         self._key = self.key(compressor, key)
-        self.details = (("tensor", describe(tensor)),)
 
     def prepare(self) -> None:
         self.handle.account.collective = "send"
@@ -150,16 +157,13 @@ class Send(Exchange):
         self._flat.write_back(tensors=False)
 
 
-class Receive(Exchange):
+class Receive(PairExchange):
     def __init__(self, tensor: Tensor, src: int, tag: int, options: Options) -> None:
         me, other = _places(tensor, src, tag, options)
         check_writable([tensor], [])
         what = f"recv of {describe(tensor)} from rank {src}"
-        super().__init__(
-            NAME, [tensor], options, result=tensor, what=what, pair=Pair(other, me, tag)
-        )
+        super().__init__(tensor, Pair(other, me, tag), options, what)
         self._tensor = tensor.detach()
-        self.details = (("tensor", describe(tensor)),)
 
     def prepare(self) -> None:
         self.handle.account.collective = "recv"

@@ -12,7 +12,8 @@ DDP finishes its buckets, the second after it.
 import logging
 import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +23,18 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.compressors import Compressor
+from thinwire.feedback.base import Update
+from thinwire.kernels import Key
 from thinwire.parallel.plan import Piece, PlannedExchange, Planner
 from thinwire.parallel.replicas import ReplicaCheck
 from thinwire.parallel.scaler import ScalerWatch
 from thinwire.parallel.step import ExchangeStep, raise_first
 from thinwire.parallel.wire import Layout, Wire
 from thinwire.policies.base import Measured
+from thinwire.reducer.unit import Unit
 from thinwire.telemetry import span
-from thinwire.torch_internals import queue_callback, register_hook
+from thinwire.torch_internals import queue_callback, register_hook, reset_ddp
 
 log = logging.getLogger("thinwire")
 ATTRIBUTE = "_thinwire_hook"  # of a DDP module that has one
@@ -101,6 +106,7 @@ class DDPHook:
         self._ended = time.perf_counter()  # the last backward pass
         self._registered: RegisteredHook | None = None
         self._watch: ScalerWatch | None = None
+        self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._pass = self._new_pass()
 
     # Coming to a model and leaving it.
@@ -126,6 +132,7 @@ class DDPHook:
             )
         registered.current = self
         self._registered = registered
+        self._ddp = weakref.ref(ddp)  # which holds this hook
         if self.wire._configuration.scaler is None:
             self._watch = ScalerWatch(self._parameters.values(), self._reducer)
 
@@ -160,17 +167,18 @@ class DDPHook:
         )  # fmt: skip
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         dense = buffer.to_dense() if buffer.is_sparse else None
+        # Ctrl-C too is raised when DDP has ended its pass: in the middle of one DDP cannot go on.
         try:
             if bucket.index() == 0:
                 self._begin()
-        except Exception as error:
+        except BaseException as error:
             self._pass.fail(error, bucket.parameters()[0])
         self._pass.expect(_Bucket(future, buffer, dense, set(names)))
         try:
             if not self._pass.errors:
                 gradients = bucket.gradients() if dense is None else [dense]
                 self._receive(dict(zip(names, gradients, strict=True)), bucket, dense is not None)
-        except Exception as error:
+        except BaseException as error:
             self._pass.fail(error, bucket.parameters()[0])
         if self._pass.errors:
             self._pass.give_up()
@@ -183,8 +191,7 @@ class DDPHook:
         return BackwardPass(self.wire, self._find_unused)
 
     def _begin(self) -> None:
-        for handle in self._pass.handles:  # of a backward pass that was broken off
-            handle.wait_until_ended()
+        self._end_interrupted_pass()
         self._pass = self._new_pass()
         if self._watch is not None and self._watch.done:
             self._stop_watching()
@@ -195,6 +202,13 @@ class DDPHook:
             counts = queue_callback(lambda: None)  # else this rank has joined and is behind
             check = ReplicaCheck(self._parameters, self._reducer.options, counts)
             self._pass.follow(check.start(async_op=True), set())
+
+    def _end_interrupted_pass(self) -> None:
+        """What Ctrl-C left under way: if all went well the other ranks have counted the step."""
+        left = self._pass
+        left.wait_until_ended()
+        if left.interrupted and all(handle.exception() is None for handle in left.handles):
+            self._commit(left)
 
     def _receive(self, arrived: dict[str, Tensor], bucket: GradBucket, sparse: bool) -> None:
         here = self._pass
@@ -230,8 +244,15 @@ class DDPHook:
 
     def _finish(self) -> None:
         begin = time.perf_counter()
-        with span("wait"):
-            self._pass.wait()
+        try:
+            with span("wait"):
+                self._pass.wait()
+        except BaseException as interrupt:
+            self._pass.interrupted = True
+            self._pass.give_up()
+            self._wait_before_the_next_forward()
+            self._raise_when_ddp_has_ended([interrupt, *self._pass.errors], waits_in_vain=True)
+            return
         end = time.perf_counter()
         ledger = self._reducer.ledger
         ledger.add_seconds("waiting", end - begin)
@@ -248,10 +269,33 @@ class DDPHook:
         done.give_up()
         if not done.errors:
             return
-        # With find_unused_parameters DDP itself would now wait for ranks that are lost.
-        lost = self._find_unused and any(handle.account.lost for handle in done.handles)
-        if lost or not queue_callback(lambda: raise_first(done.errors)):
-            raise_first(done.errors)
+        lost = any(handle.account.lost for handle in done.handles)
+        self._raise_when_ddp_has_ended(done.errors, waits_in_vain=lost)
+
+    def _wait_before_the_next_forward(self) -> None:
+        """The exchange that is under way still uses DDP's buffers: a new pass must not."""
+        ddp, left = self._ddp(), self._pass
+        if ddp is None:
+            return
+
+        def wait(*_: Any) -> None:
+            left.wait_until_ended()
+            removable.remove()
+
+        removable = ddp.register_forward_pre_hook(wait)
+
+    def _raise_when_ddp_has_ended(self, errors: list[BaseException], waits_in_vain: bool) -> None:
+        """Raise the first of these errors when DDP has completed its buckets.
+
+        With find_unused_parameters DDP first waits for all ranks by itself. Where that may be in
+        vain the error is raised now, and DDP is told to forget the pass.
+        """
+        ddp = self._ddp()
+        if waits_in_vain and ddp is not None and _waits_for_ranks(ddp):
+            reset_ddp(ddp)
+            raise_first(errors)
+        if not queue_callback(lambda: raise_first(errors)):
+            raise_first(errors)
 
     def _commit(self, done: "BackwardPass") -> None:
         """The whole step went well."""
@@ -263,6 +307,11 @@ class DDPHook:
         else:
             self._layout = done.layout
         self.wire._end_step()
+
+
+def _waits_for_ranks(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP ends each pass with a reduction of its own."""
+    return bool(ddp.find_unused_parameters) and not ddp.static_graph
 
 
 @dataclass
@@ -292,8 +341,14 @@ class BackwardPass(ExchangeStep):
         self.pieces: dict[str, Piece] = {}
         self.layout: Layout = []
         self.replayed = 0  # buckets of a loaded layout that are whole
+        self.interrupted = False  # by Ctrl-C, while exchanges were under way
         self._buckets: list[_Bucket] = []
         self._lock = threading.Lock()
+
+    def inspect(self, unit: Unit, update: Update, compressor: Compressor, key: Key) -> None:
+        if self.interrupted:
+            raise InterruptedError("KeyboardInterrupt")  # the gradients are the user's again
+        super().inspect(unit, update, compressor, key)
 
     def expect(self, bucket: _Bucket) -> None:
         with self._lock:
@@ -318,3 +373,7 @@ class BackwardPass(ExchangeStep):
             if bucket.dense is not None:
                 result = bucket.dense.to_sparse(bucket.buffer.sparse_dim())
             bucket.future.set_result(result)
+
+    def wait_until_ended(self) -> None:
+        for handle in self.handles:
+            handle.wait_until_ended()

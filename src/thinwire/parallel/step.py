@@ -76,10 +76,11 @@ class ExchangeStep(Driver):
         self.exchanges.append(exchange)
         self.follow(exchange.handle, planned.names)
 
-    def fail(self, error: Exception, tensor: Tensor) -> None:
+    def fail(self, error: BaseException, tensor: Tensor) -> None:
         """This rank cannot go on with the step: the others are told in their next exchange."""
         self.errors.append(error)
-        refusal = Refusal(error, tensor, self._wire._reducer.options)
+        told = error if isinstance(error, Exception) else InterruptedError(type(error).__name__)
+        refusal = Refusal(told, tensor, self._wire._reducer.options)
         self.follow(refusal.start(async_op=True), set())
 
     def follow(self, handle: Handle, names: set[str]) -> None:
