@@ -166,8 +166,10 @@ class UnitExchange(AllReduce):
                 self._kept_recalled[each.unit.names[0]] = kept
         for each in self.updates:
             each.update.release()
-            each.update.commit()
-            if each.state is not None:
+            if each.state is None:
+                each.update.commit(self._seed_key)
+            else:
+                each.update.commit(each.state.storage_key(self._seed_key.seed))
                 each.state.committed(self._feedback)
 
 

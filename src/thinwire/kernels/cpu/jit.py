@@ -112,6 +112,28 @@ def _from_magnitude(bits, like):
     return lambda bits, like: np.int64(bits).view(np.float64)
 
 
+def power_above(p):
+    """The least power of two that is at least p, a normal number above zero."""
+    return _power_above(numba.typeof(p))(p)
+
+
+@overload(power_above, inline="always")
+def _power_above(p):
+    if p == numba.float32:
+
+        def narrow(p):
+            bits = np.int32(np.float32(p).view(np.int32) + np.int32(0x7FFFFF))
+            return np.int32(bits & np.int32(0x7F800000)).view(np.float32)
+
+        return narrow
+
+    def wide(p):
+        bits = np.float64(p).view(np.int64) + np.int64((1 << 52) - 1)
+        return np.int64(bits & np.int64(0x7FF0000000000000)).view(np.float64)
+
+    return wide
+
+
 @jit
 def load(x, r, buffer):
     """buffer = x + r."""
