@@ -77,8 +77,8 @@ bench-policies: setup  ## A link that changes, too strong a start, a setting for
 bench-compare: setup  ## The full comparison on a slow network, with its targets (about 40 minutes)
 	$(VENV)/bin/python benchmarks/compare.py
 
-clean-kernels:  ## Remove compiled kernels, needed after editing a function that others inline
-	find src -name '*.nb[ic]' -delete
+clean-kernels: setup  ## Remove the compiled kernels of all builds from the user's cache directory
+	$(VENV)/bin/python -c 'from thinwire.kernels import cache; cache.clear()'
 
 clean:  ## Remove everything that make created, .venv included
 	rm -rf $(VENV) .venv-torch-* report build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
