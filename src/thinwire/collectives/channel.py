@@ -189,6 +189,18 @@ def place_of(group: dist.ProcessGroup, rank: int) -> int:
     return ranks.index(rank)
 
 
+def members_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None = None) -> Members:
+    """Who takes part in the exchanges of a channel; see `channel_of`."""
+    ranks = dist.get_process_group_ranks(group)
+    index = dist.get_rank(group)
+    name = f"{group.group_name}/{device.type}"
+    if pair is not None:
+        name += f"/{pair.sender}-{pair.receiver}/{pair.tag}"
+        index = (pair.sender, pair.receiver).index(index)
+        ranks = [ranks[pair.sender], ranks[pair.receiver]]
+    return Members(name, tuple(ranks), index, torch_internals.backend_of(group, device))
+
+
 def channel_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None = None) -> Channel:
     """The channel of a process group for tensors on a device, made when first asked for.
 
@@ -197,13 +209,7 @@ def channel_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None
         device: of the tensors; groups may have different backends for CPU and CUDA.
         pair: for a channel between two members of the group alone.
     """
-    ranks = dist.get_process_group_ranks(group)
-    index = dist.get_rank(group)
-    name = f"{group.group_name}/{device.type}"
-    if pair is not None:
-        name += f"/{pair.sender}-{pair.receiver}/{pair.tag}"
-        index = (pair.sender, pair.receiver).index(index)
-        ranks = [ranks[pair.sender], ranks[pair.receiver]]
+    name = f"{device.type} {pair}"
     with _lock:
         own = _channels.setdefault(group, {})
         found = own.get(name)
@@ -214,9 +220,8 @@ def channel_of(group: dist.ProcessGroup, device: torch.device, pair: Pair | None
                 "torch.distributed.init_process_group in each of them"
             )
         if found is None or found.ended:
-            backend = torch_internals.backend_of(group, device)
-            members = Members(name, tuple(ranks), index, backend)
             reference = weakref.ref(group)
+            members = members_of(group, device, pair)
             found = own[name] = Channel(members, lambda: _exists(reference))
             _running[:] = [each for each in _running if not each.ended] + [found]
             weakref.finalize(group, found.close)

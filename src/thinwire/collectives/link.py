@@ -28,6 +28,7 @@ from thinwire.torch_internals import Backend
 
 STEP = timedelta(milliseconds=50)
 MOST_KEPT = 1 << 28  # bytes
+COMPILING = 900.0  # seconds that others wait for a rank that compiles kernels, at most
 MESSAGE = 96  # bytes that gloo adds to a message: its own header and that of the answer, measured
 
 
@@ -56,6 +57,15 @@ class Members:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def own_store(self) -> Any:
+        """Of this caller alone: who waits for a key keeps all others from the same connection."""
+        shared = self.backend.store
+        return shared.clone() if hasattr(shared, "clone") else shared
+
+    def compiling_key(self, index: int) -> str:
+        """Where a member tells that it compiles kernels: above zero for as long as it does."""
+        return f"thinwire/compiling/{self.name}/{index}"
 
 
 class Link:
@@ -244,12 +254,10 @@ class Link:
                 use_local_synchronization=True,
                 group_desc=f"thinwire {members.name}",
             )
-        # Of its own: a thread that waits for a key keeps all others from the same connection.
-        shared = members.backend.store
-        own = shared.clone() if hasattr(shared, "clone") else shared
+        own = members.own_store()
         made = own.add(f"thinwire/made/{members.name}/{members.index}", 1)
         store = torch_internals.prefixed(f"thinwire/{members.name}/{made}", own)
-        self._assemble(store, limit)
+        self._assemble(store, own, limit)
 
         def connect(name: str, place: int, size: int) -> Any:
             own_store = torch_internals.prefixed(name, store)
@@ -261,19 +269,26 @@ class Link:
             self._watch = Watch(connect, members.index, members.size)
         return group
 
-    def _assemble(self, store: Any, limit: timedelta) -> None:
-        """Return when all members have come; connecting itself cannot be told to give up."""
+    def _assemble(self, store: Any, shared: Any, limit: timedelta) -> None:
+        """Return when all members have come; connecting itself cannot be told to give up.
+
+        A member that compiles kernels has more time to come.
+        """
         members = self.members
         store.set(f"here/{members.index}", "1")
         missing = [i for i in range(members.size) if i != members.index]
         pause, end = 1e-3, time.monotonic() + limit.total_seconds()
+        last = end + COMPILING
         while missing:
             missing = [i for i in missing if not store.check([f"here/{i}"])]
             if missing and self._stopped():
                 raise GivenUpError
             if missing and self._alarmed():
                 raise PeerError(self._reason("a process has ended", limit))
-            if missing and time.monotonic() > end:
+            now = time.monotonic()
+            if missing and now < last and self._compiling(shared, missing):
+                end = max(end, now + limit.total_seconds())
+            if missing and now > end:
                 absent = [members.ranks[i] for i in missing]
                 seconds = limit.total_seconds()
                 raise PeerError(
@@ -282,6 +297,10 @@ class Link:
             if missing:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
+
+    def _compiling(self, shared: Any, places: Sequence[int]) -> bool:
+        """Whether one of these members compiles kernels."""
+        return any(shared.add(self.members.compiling_key(place), 0) > 0 for place in places)
 
 
 def _is_loss(error: RuntimeError) -> bool:

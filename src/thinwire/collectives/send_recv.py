@@ -17,9 +17,11 @@ from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.collectives.reduction import FlatTensors
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor, LocalCompressor, local_of
+from thinwire.compressors.compiling import uses_of
 from thinwire.errors import FrameError
 from thinwire.frames import unpack
 from thinwire.kernels import Key
+from thinwire.kernels.compiling import KernelUse
 
 NAME = "send and recv"
 SENDER, RECEIVER = 0, 1
@@ -132,6 +134,9 @@ class Send(Exchange):
         self._tensor, self._residual, self._compressor = tensor, residual, compressor
         self._key = self.key(compressor, key)
         self.details = (("tensor", describe(tensor)),)
+
+    def kernel_uses(self) -> list[KernelUse]:
+        return uses_of([self._compressor], [self._tensor.dtype], self.device)
 
     def prepare(self) -> None:
         self.handle.account.collective = "send"

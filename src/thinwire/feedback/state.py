@@ -14,11 +14,16 @@ An exchange works in fp32, in scratch buffers that the exchanges of a group shar
 largest of them.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.compressors.compiling import CPU, SMALL, WORKING, working_dtype
 from thinwire.kernels import Key
+from thinwire.kernels.compiling import KernelUse
 
 STORAGES = ("fp32", "bf16", "int8", "host")
 LIMIT, WIDTH, BLOCK = 127, 8, 256  # of int8
@@ -123,6 +128,42 @@ class StateVector:
 
     def __repr__(self) -> str:
         return f"<vector of {self.numel}, {self.storage}>"
+
+
+@dataclass(frozen=True)
+class StorageUse(KernelUse):
+    """Vectors that are kept in one way."""
+
+    storage: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def name(self) -> str:
+        return f"storage={self.storage} ({str(self.dtype).removeprefix('torch.')})"
+
+    def rehearse(self) -> None:
+        vector = StateVector(SMALL, self.dtype, CPU, self.storage)
+        for key in (None, Key()):
+            vector.write(torch.ones(SMALL, dtype=self.dtype, device=CPU), key)
+            vector.read()
+
+
+def storage_uses(
+    storages: Iterable[str], dtypes: Iterable[torch.dtype], device: torch.device = CPU
+) -> list[KernelUse]:
+    """What has to be compiled to keep the state of tensors of these types."""
+    if not kernels.are_compiled(device):
+        return []
+    working = {working_dtype(dtype) for dtype in dtypes}
+    return [
+        StorageUse(storage, dtype)
+        for storage in storages
+        for dtype in WORKING
+        if dtype in working and storage in ("bf16", "int8")
+    ]
 
 
 def _to_float32(values: Tensor) -> Tensor:

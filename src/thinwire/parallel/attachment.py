@@ -10,9 +10,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from thinwire.collectives.compiling import compile_in
 from thinwire.collectives.options import NodesGiven, Options, Timeout
 from thinwire.compressors import Compressor
+from thinwire.compressors.compiling import uses_of
 from thinwire.feedback import DGC, Feedback, NoFeedback, Vote, feedback_for
+from thinwire.feedback.base import Remembering
+from thinwire.feedback.state import storage_uses
 from thinwire.methods import NamedMethod, Recipe, method_of
 from thinwire.parallel.choices import Choices, choices_of
 from thinwire.parallel.ddp import DDPHook, Scaler
@@ -21,7 +25,7 @@ from thinwire.parallel.momentum import take_momentum, with_momentum
 from thinwire.parallel.plan import Planner
 from thinwire.parallel.wire import Wire
 from thinwire.policies.base import ByName, Fixed, Policy, policy_of
-from thinwire.reducer.units import UnitReducer
+from thinwire.reducer.units import UNCOMPRESSED, UnitReducer
 from thinwire.torch_internals import uncompiled
 
 log = logging.getLogger("thinwire")
@@ -127,6 +131,7 @@ def attach(
         device=next(iter(trained.values())).device,
         options=options,
     )
+    _compile_for(reducer, policy, list(trained.values()))
     wire = Wire(reducer, choices, trained, measure_every)
     hook = DDPHook(
         wire,
@@ -145,6 +150,19 @@ def attach(
         hook.undo_on_detach(take_momentum(optimizer, feedback))
     _log_choices(trained, choices)
     return wire
+
+
+def _compile_for(reducer: UnitReducer, policy: Policy, parameters: Sequence[nn.Parameter]) -> None:
+    """Have all kernels compiled that training may need: not in the first backward pass."""
+    options, feedback = reducer.options, reducer.feedback
+    inside = [] if options.nodes is None else [options.nodes.inner]
+    compressors = [UNCOMPRESSED, *policy.compressors, *inside]
+    for device in {p.device for p in parameters}:
+        dtypes = {p.dtype for p in parameters if p.device == device}
+        uses = uses_of(compressors, dtypes, device)
+        if isinstance(feedback, Remembering):
+            uses += storage_uses([feedback.storage], dtypes, device)
+        compile_in(options.group, device, uses)
 
 
 def _check_counts(min_numel: int, check_every: int, measure_every: int) -> None:
