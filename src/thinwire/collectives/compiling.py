@@ -19,7 +19,7 @@ from thinwire.kernels.compiling import KernelUse, compile_kernels
 
 def compile_in(group: Group, device: torch.device, uses: Sequence[KernelUse]) -> None:
     """Have kernels compiled before the first exchange of a group on this device."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not dist.is_initialized() or dist.get_world_size(group) < 2:
         compile_kernels(uses)
     elif uses:
         compile_among(members_of(process_group(group), device), uses)
