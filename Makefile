@@ -88,8 +88,8 @@ chaos: setup  ## Do something to a rank of 500 trainings, check what the others 
 soak: setup  ## Many exchanges, steps and groups: memory, threads, descriptors stay flat (10 minutes)
 	$(VENV)/bin/python benchmarks/soak.py
 
-clean-kernels:  ## Remove compiled kernels, needed after editing a function that others inline
-	find src -name '*.nb[ic]' -delete
+clean-kernels: setup  ## Remove the compiled kernels of all builds from the user's cache directory
+	$(VENV)/bin/python -c 'from thinwire.kernels import cache; cache.clear()'
 
 clean:  ## Remove everything that make created, .venv included
 	rm -rf $(VENV) .venv-torch-* report build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import comparisons
 import pytest
-import torch
 
 from thinwire.cli import main
 from thinwire.compare import analysis, counters
 from thinwire.compare.analysis import verdict_of
 from thinwire.compare.document import MethodResult, MetricPoint, Spread, SweepEntry
-from thinwire.compare.method import from_json, read, split, to_json
+from thinwire.compare.method import from_json, read, split, to_json, uses_of_method
 from thinwire.compare.rank import Job, RankPlan, RankRecord, heard, tell
 from thinwire.compare.run import Comparison, reason
 from thinwire.compare.settings import (
@@ -27,8 +26,6 @@ from thinwire.compare.settings import (
     ComparisonSettingError,
     ComparisonSettings,
 )
-from thinwire.compare.training import sizes_of, warm_up
-from thinwire.compressors import TopK
 from thinwire.lab import HostFailedError, Result
 from thinwire.report import read_document
 from thinwire.workloads import workload
@@ -122,20 +119,14 @@ def test_events_are_told_from_what_a_script_prints(capsys):
     assert [each for each in found if each] == [{"event": "end", "record": {"losses": [math.inf]}}]
 
 
-def test_kernels_are_warmed_up_with_the_sizes_of_the_model(monkeypatch):
-    model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 20))
-    model[1].bias.requires_grad = False
-    assert sizes_of(model) == [20, 400, 600, 1020]  # the last is a bucket of all
-    seen = set()
-    encode = TopK.encode
+def test_a_method_knows_what_must_be_compiled_for_it():
+    def names(text):
+        return [str(use) for use in uses_of_method(read(text))]
 
-    def remember(self, x, **options):
-        seen.add((x.numel(), options["residual"] is not None))
-        return encode(self, x, **options)
-
-    monkeypatch.setattr(TopK, "encode", remember)
-    warm_up(read("topk:0.1"), sizes_of(model))
-    assert seen == {(size, feedback) for size in (20, 400, 600, 1020) for feedback in (False, True)}
+    assert names("ddp") == names("torch:powersgd:4") == names("powersgd:2") == []
+    assert names("topk:0.1") == ["topk:0.1 (float32)"]
+    assert names("topk:0.1+ef14:storage=int8") == ["topk:0.1 (float32)", "storage=int8 (float32)"]
+    assert names("onebit-adam") == ["scaledsign:l2 (float32)"]
 
 
 # Arithmetic

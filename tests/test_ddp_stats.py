@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nets import all_same, alone, backward, gradients, net, residuals, wired
 
 import thinwire as tw
+from thinwire.telemetry import Ledger
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
@@ -89,7 +90,8 @@ def test_stats_are_those_of_the_exchanges(told):
     for found in told.values():
         stats, accounts = found["stats"], found["accounts"]
         rows, total = stats["tensors"], stats["total"]
-        assert stats.keys() == {"step", "tensors", "total", "seconds", "policy", "decisions"}
+        keys = {"step", "tensors", "total", "seconds", "seconds_per_step", "policy", "decisions"}
+        assert stats.keys() == keys
         assert rows.keys() == parameters.keys()
         assert total.keys() == TOTAL
         assert stats["step"] == 5
@@ -113,6 +115,7 @@ def test_stats_are_those_of_the_exchanges(told):
             seconds = sum(a[3].get(kind, 0.0) for a in accounts)
             assert stats["seconds"][kind] == pytest.approx(seconds)
         assert stats["seconds"].keys() == {"encode", "network", "decode", "waiting"}
+        assert stats["seconds_per_step"].keys() == stats["seconds"].keys()
 
 
 def test_errors_and_norms_are_those_of_the_tensors(told):
@@ -142,10 +145,23 @@ def test_the_summary_is_a_table_of_all_tensors(told):
             assert any(line.startswith(f"{name} ") for line in lines)
         assert any(line.startswith("total of 5 steps") for line in lines)
         assert "topk:0.1" in found["summary"]
-        assert lines[-1].startswith("per step: ")
+        assert lines[-1].startswith("per step (without the first): ")
         assert "... and 4 more" in found["short"]
         assert len(found["short"].splitlines()) == len(lines) - 3
         assert "nothing yet" in found["first"]
+
+
+def test_averages_leave_out_the_first_step():
+    ledger = Ledger()
+    assert ledger.seconds_per_step == {}
+    for seconds in (60.0, 1.0, 2.0):
+        ledger.add_seconds("network", seconds)
+        ledger.end_step()
+        if ledger.steps == 1:
+            assert ledger.seconds_per_step == {"network": 60.0}  # there is no other
+    ledger.add_seconds("decode", 3.0)
+    assert ledger.seconds_per_step == {"network": 1.5, "decode": 1.5}
+    assert ledger.seconds == {"network": 63.0, "decode": 3.0}
 
 
 def test_totals_are_written_for_tensorboard(told):

@@ -82,6 +82,54 @@ def test_accumulate_is_identical(row):
     assert same(out, other)
 
 
+# Feedback state in less memory
+
+
+EDGES = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1.2e-38, 3.3895e38, 3.4028235e38, -3.4028235e38]
+
+
+@pytest.mark.parametrize("n", [1, 511, 4097, 140_001])
+def test_random_rounding_to_bfloat16_is_identical(n):
+    x = normal(n) * 10 ** (9 * normal(n, 1)).clamp(-30, 30)
+    edges = torch.tensor([*EDGES, torch.inf, -torch.inf, torch.nan])
+    x[: edges.numel()] = edges[:n]
+    out, other = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.bfloat16)
+    kernels.on(CPU).round_to_bfloat16(x, out, KEY)
+    with kernels.use("reference"):
+        kernels.on(CPU).round_to_bfloat16(x, other, KEY)
+    assert same(out, other)
+    finite = out[x.isfinite()]
+    assert finite.isfinite().all()
+    again = torch.empty_like(finite)
+    kernels.on(CPU).round_to_bfloat16(finite.float(), again, KEY.substream())
+    assert same(again, finite)  # what bfloat16 can hold is never moved
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scales_that_are_powers_of_two_are_identical_and_exact(dtype, key):
+    for n in (1, 255, 5121, 140_001):
+        x = normal(n, 0, dtype) * 10 ** (9 * normal(n, 1, dtype)).clamp(-30, 30)
+        x[: len(EDGES)] = torch.tensor(EDGES, dtype=dtype)[:n]
+        settings = {"limit": 127, "width": 8, "block": 256}
+        scales, levels = kernels.on(CPU).encode_uniform(x, None, rule="power", key=key, **settings)
+        with kernels.use("reference"):
+            others = kernels.on(CPU).encode_uniform(x, None, rule="power", key=key, **settings)
+        assert same(others[0], scales)
+        assert same(others[1], levels)
+        mantissas = torch.frexp(scales)[0]
+        assert ((mantissas == 0.5) | (scales == 0)).all()
+        back = torch.empty(n, dtype=dtype)
+        kernels.on(CPU).add_uniform(back, levels, scales, weight=1.0, fresh=True, **settings)
+        assert back.isfinite().all()
+        again = torch.empty(n, dtype=dtype)
+        scales, levels = kernels.on(CPU).encode_uniform(
+            back, None, rule="power", key=tw.Key(9), **settings
+        )
+        kernels.on(CPU).add_uniform(again, levels, scales, weight=1.0, fresh=True, **settings)
+        assert same(again, back)
+
+
 def test_unknown_kernels_are_refused():
     with pytest.raises(ValueError, match="unknown implementation 'cuda', known: reference, cpu"):
         kernels.use("cuda").__enter__()

@@ -546,11 +546,9 @@ def test_what_is_no_policy_is_refused():
     ],
 )  # fmt: skip
 def test_comparisons_read_policies(text, names):
-    from thinwire.compare.method import read, split
-    from thinwire.compare.training import warm_up
+    from thinwire.compare.method import read, split, uses_of_method
 
     methods = [read(part) for part in split(text)]
     assert [method.name for method in methods] == names
     assert [read(name).name for name in names] == names
-    for method in methods:
-        warm_up(method)
+    assert all(map(uses_of_method, methods))

@@ -1,16 +1,18 @@
-"""Compiles the kernels that tests use, in the background while tests run that use none.
-
-On a fresh clone that is half a minute of work. Compiled kernels are kept beside their sources;
-whoever needs one that is not there yet compiles it too.
-"""
+"""Compiles all kernels, in the background while tests run that use none."""
 
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
+import torch
+
+from thinwire.compressors.compiling import every_use
+from thinwire.feedback.state import STORAGES, storage_uses
+from thinwire.kernels.compiling import compile_kernels
+
 NICENESS = 5  # tests come first
+DTYPES = (torch.float32, torch.float64)
 
 
 def start() -> subprocess.Popen[bytes]:
@@ -23,20 +25,8 @@ def start() -> subprocess.Popen[bytes]:
 
 
 def warm() -> None:
-    """Load, or compile, every kernel that the rows use. Half precision is widened first."""
-    import torch
-    from rows import ROWS
-
-    import thinwire as tw
-
-    warnings.simplefilter("ignore")
-    for dtype in (torch.float32, torch.float64):
-        x = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(dtype)
-        for row in ROWS:
-            c = row.compressor
-            payload = tw.unpack(tw.pack(c.encode(x, key=tw.Key(1))))
-            c.accumulate([payload, payload], torch.zeros_like(x))
-            c.decode(payload)
+    """Load, or compile, every kernel."""
+    compile_kernels([*every_use(DTYPES), *storage_uses(STORAGES, DTYPES)])
 
 
 if __name__ == "__main__":

@@ -100,6 +100,8 @@ class Ledger:
     network_bytes: int = 0
     between_bytes: int = 0
     exchanges: int = 0
+    steps: int = 0  # that have ended
+    first_seconds: dict[str, float] = field(default_factory=dict)  # all until the end of the first
     _open: list[tuple[Ended, list[Size], str]] = field(default_factory=list)
 
     def note(self, handle: Ended, units: Sequence[Named], compressor: Any) -> None:
@@ -115,6 +117,22 @@ class Ledger:
     def add_seconds(self, kind: str, seconds: float) -> None:
         """Time that went into something."""
         self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
+
+    def end_step(self) -> None:
+        """All exchanges of a step have ended and are booked."""
+        self.steps += 1
+        if self.steps == 1:
+            self.first_seconds = dict(self.seconds)
+
+    @property
+    def seconds_per_step(self) -> dict[str, float]:
+        """On average without the first step, which connects the ranks, if there are others."""
+        if self.steps < 2:
+            return {kind: seconds / max(1, self.steps) for kind, seconds in self.seconds.items()}
+        return {
+            kind: (seconds - self.first_seconds.get(kind, 0.0)) / (self.steps - 1)
+            for kind, seconds in self.seconds.items()
+        }
 
     def fold(self) -> None:
         """Book the exchanges that have ended."""

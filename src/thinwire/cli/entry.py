@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from thinwire.cli import bench, compare, lab, listings
+from thinwire.cli import bench, compare, compile, lab, listings
 from thinwire.cli.parsing import INTERRUPTED, Parser
 
 _DESCRIPTION = "Communication compression for distributed training."
@@ -54,6 +54,6 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version and stop")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    for module in (compare, listings, bench, lab):
+    for module in (compare, listings, bench, lab, compile):
         module.add(commands)
     return parser

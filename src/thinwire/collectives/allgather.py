@@ -14,8 +14,10 @@ from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.collectives.reduction import FlatTensors, Reduction
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor, LocalCompressor, local_of
+from thinwire.compressors.compiling import uses_of
 from thinwire.frames.code import Extent
 from thinwire.kernels import Key
+from thinwire.kernels.compiling import KernelUse
 
 
 def all_gather(
@@ -103,6 +105,9 @@ class AllGather(Exchange):
         (place,) = self._places
         place.copy_(self._input.detach().reshape(place.shape))
 
+    def kernel_uses(self) -> list[KernelUse]:
+        return uses_of([self._compressor], [self._input.dtype], self.device)
+
     def prepare(self) -> None:
         self.handle.account.collective = "all_gather"
         self._flat = FlatTensors([self._input], [self._residual], self._key)
@@ -185,6 +190,9 @@ class Broadcast(Exchange):
             ("compressor", str(compressor)),
             ("src", str(src)),
         )
+
+    def kernel_uses(self) -> list[KernelUse]:
+        return uses_of([self._compressor], [self._tensor.dtype], self.device)
 
     def prepare(self) -> None:
         self.handle.account.collective = "broadcast"

@@ -26,7 +26,9 @@ from thinwire.collectives.reduction import FlatTensors, Reduction
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor, compressor_of
 from thinwire.compressors.base import FLOATS, check_dense
+from thinwire.compressors.compiling import uses_of
 from thinwire.kernels import Key
+from thinwire.kernels.compiling import KernelUse
 
 log = logging.getLogger("thinwire")
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
@@ -211,6 +213,10 @@ class AllReduce(Exchange):
             *(() if self._nodes is None else self._nodes.details),
             *details,
         )
+
+    def kernel_uses(self) -> list[KernelUse]:
+        used = [self._used_compressor, *(() if self._nodes is None else (self._nodes.inner,))]
+        return uses_of(used, {tensor.dtype for tensor in self._tensors}, self.device)
 
     def prepare(self) -> None:
         self._flat = FlatTensors(self._tensors, self._residuals, self._key, self.shapes)

@@ -226,6 +226,20 @@ def place_of(group: dist.ProcessGroup, rank: int) -> int:
     return ranks.index(rank)
 
 
+def members_of(
+    group: dist.ProcessGroup, device: torch.device, places: Sequence[int] = (), suffix: str = ""
+) -> Members:
+    """Who takes part in the exchanges of a channel; see `channel_of`."""
+    ranks = dist.get_process_group_ranks(group)
+    index = dist.get_rank(group)
+    name = f"{group.group_name}/{device.type}"
+    if places:
+        name += "/" + "-".join(map(str, places)) + suffix
+        index, ranks = places.index(index), [ranks[place] for place in places]
+    backend = torch_internals.backend_of(group, device)
+    return Members(name, tuple(ranks), index, backend, Pulse(group))
+
+
 def channel_of(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -243,12 +257,7 @@ def channel_of(
         kind: of channel.
         suffix: of its name, where there is more than one over the same members.
     """
-    ranks = dist.get_process_group_ranks(group)
-    index = dist.get_rank(group)
-    name = f"{group.group_name}/{device.type}"
-    if places:
-        name += "/" + "-".join(map(str, places)) + suffix
-        index, ranks = places.index(index), [ranks[place] for place in places]
+    name = f"{device.type} {places} {suffix}"
     with _lock:
         own = _channels.setdefault(group, {})
         found = own.get(name)
@@ -260,9 +269,8 @@ def channel_of(
             )
         if found is None or found.ended:
             forget_ended()
-            backend = torch_internals.backend_of(group, device)
-            members = Members(name, tuple(ranks), index, backend, Pulse(group))
             reference = weakref.ref(group)
+            members = members_of(group, device, places, suffix)
             found = own[name] = kind(members, lambda: _exists(reference))
             _running.append((found.thread, weakref.ref(found)))
             weakref.finalize(group, found.close)

@@ -24,6 +24,7 @@ LOOK = 0.05  # seconds between two looks at the clock
 PULSE = 1.0  # seconds between two looks whether others are still there
 FIRST_PULSE = 0.2  # seconds until the first
 NEWS = 0.5  # seconds until one connection knows what another has noticed
+COMPILING = 900.0  # seconds that others wait for a rank that compiles kernels, at most
 LEAVING = 2.0  # seconds in which a rank that has left its group may still complete exchanges
 
 
@@ -78,6 +79,15 @@ class Members:
     def size(self) -> int:
         return len(self.ranks)
 
+    def own_store(self) -> Any:
+        """Of this caller alone: who waits for a key keeps all others from the same connection."""
+        shared = self.backend.store
+        return shared.clone() if hasattr(shared, "clone") else shared
+
+    def compiling_key(self, index: int) -> str:
+        """Where a member tells that it compiles kernels: above zero for as long as it does."""
+        return f"thinwire/compiling/{self.name}/{index}"
+
     @property
     def others(self) -> list[int]:
         """The global ranks of all but this one."""
@@ -105,7 +115,8 @@ class Connecting:
         self._error: Exception | None = None
         self._abandoned = self._finished = False
         self._lock = threading.Lock()
-        self._end = float("inf")
+        self._end = self._latest = float("inf")
+        self._limit = 0.0
         self._next_pulse = time.monotonic() + FIRST_PULSE
         self._gone: tuple[list[int], float] = ([], 0.0)  # who, and since when
         self._thread = threading.Thread(
@@ -124,7 +135,9 @@ class Connecting:
         Raises:
             PeerError: time is up, a member is gone, or gloo could not connect.
         """
-        self._end = time.monotonic() + limit.total_seconds()
+        self._limit = limit.total_seconds()
+        self._end = time.monotonic() + self._limit
+        self._latest = self._end + COMPILING
         try:
             while self._thread.is_alive():
                 self._thread.join(LOOK)
@@ -218,12 +231,10 @@ class Connecting:
 
     def _connect(self) -> None:
         members = self._members
-        # Of its own: a thread that waits for a key keeps all others from the same connection.
-        shared = members.backend.store
-        own = shared.clone() if hasattr(shared, "clone") else shared
+        own = members.own_store()
         made = own.add(f"thinwire/made/{members.name}/{members.index}", 1)
         store = torch_internals.prefixed(f"thinwire/{members.name}/{made}", own)
-        if not self._assemble(store):
+        if not self._assemble(store, own):
             return
 
         def connect(name: str, place: int, size: int) -> Any:
@@ -239,8 +250,11 @@ class Connecting:
             self.watch = Watch(connect, members.index, members.size)
         self.group = group
 
-    def _assemble(self, store: Any) -> bool:
-        """Return when all members have come; False if nobody waits for that any more."""
+    def _assemble(self, store: Any, shared: Any) -> bool:
+        """Return when all members have come; False if nobody waits for that any more.
+
+        A member that compiles kernels has more time to come.
+        """
         members = self._members
         store.set(f"here/{members.index}", "1")
         missing = [i for i in range(members.size) if i != members.index]
@@ -249,9 +263,17 @@ class Connecting:
             missing = [i for i in missing if not store.check([f"here/{i}"])]
             self.missing = [members.ranks[i] for i in missing]
             if missing:
+                if any(shared.add(members.compiling_key(i), 0) > 0 for i in missing):
+                    self._have_patience()
                 time.sleep(pause)
                 pause = min(2 * pause, LOOK)
         return not self._abandoned
+
+    def _have_patience(self) -> None:
+        """Somebody compiles: the time limit begins when that has ended."""
+        later = time.monotonic() + self._limit
+        if later < self._latest:
+            self._end = max(self._end, later)
 
 
 # Threads that connect. One that was left behind inside gloo must be waited for when the interpreter

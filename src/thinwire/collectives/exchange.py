@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.channel import Channel, channel_of, process_group
+from thinwire.collectives.compiling import compile_among
 from thinwire.collectives.connect import GivenUpError
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.link import BackendRefusedError, Link
@@ -22,6 +23,7 @@ from thinwire.collectives.transport import Call, Transport
 from thinwire.compressors import Compressor
 from thinwire.errors import MismatchError, PeerError, ReplicaError
 from thinwire.kernels import Key
+from thinwire.kernels.compiling import KernelUse
 
 Details = tuple[tuple[str, str], ...]  # (what, in words)
 # Errors that all ranks get, or that come with closed connections.
@@ -106,6 +108,8 @@ class Exchange(ABC):
         else:
             if self.device.type == "cuda":
                 self._ready = torch.cuda.current_stream(self.device).record_event()
+            # Now, not within the time limits of the other ranks.
+            compile_among(self.channel.members, self.kernel_uses())
             if async_op:
                 self.channel.submit(self)
             else:
@@ -120,6 +124,10 @@ class Exchange(ABC):
         except Exception as error:
             return error
         return None
+
+    def kernel_uses(self) -> list[KernelUse]:
+        """What must have been compiled before it begins."""
+        return []
 
     # The stages.
 

@@ -19,7 +19,9 @@ from thinwire.collectives.reduction import FlatTensors, Part, Reduction
 from thinwire.collectives.transport import Transport
 from thinwire.collectives.twoshot import Shards, ShardSwap
 from thinwire.compressors import Compressor, LocalCompressor, local_of
+from thinwire.compressors.compiling import uses_of
 from thinwire.kernels import Key
+from thinwire.kernels.compiling import KernelUse
 
 
 def reduce_scatter(
@@ -105,6 +107,9 @@ class ReduceScatter(Exchange):
 
     def alone(self) -> None:
         self._output.copy_(self._inputs[0].detach().reshape(self._output.shape))
+
+    def kernel_uses(self) -> list[KernelUse]:
+        return uses_of([self._compressor], [self._output.dtype], self.device)
 
     def prepare(self) -> None:
         self.handle.account.collective = "reduce_scatter"

@@ -18,10 +18,12 @@ from thinwire.collectives.pairs import NAME, SENDER, Pair, pair_channel_of
 from thinwire.collectives.reduction import FlatTensors
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor, LocalCompressor, local_of
+from thinwire.compressors.compiling import uses_of
 from thinwire.errors import FrameError
 from thinwire.frames import longest_frame, unpack
 from thinwire.frames.code import Extent
 from thinwire.kernels import Key
+from thinwire.kernels.compiling import KernelUse
 
 
 def send(
@@ -140,6 +142,9 @@ class Send(PairExchange):
         super().__init__(tensor, Pair(me, other, tag), options, what)
         self._tensor, self._residual, self._compressor = tensor, residual, compressor
         self._key = self.key(compressor, key)
+
+    def kernel_uses(self) -> list[KernelUse]:
+        return uses_of([self._compressor], [self._tensor.dtype], self.device)
 
     def prepare(self) -> None:
         self.handle.account.collective = "send"

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 from thinwire.compare.settings import ComparisonSettingError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
     from thinwire.feedback import Feedback
+    from thinwire.kernels.compiling import KernelUse
     from thinwire.policies.base import Policy
 
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
@@ -166,6 +171,25 @@ def _read(text: str) -> Method:
         raise ComparisonSettingError(f"{text!r} is no method ({known}): {error}") from None
     name = str(chosen) if remembering.name == "none" else f"{chosen}+{remembering}"
     return Method(name, name, "thinwire", chosen, remembering)
+
+
+def uses_of_method(
+    method: Method, dtypes: "Sequence[torch.dtype] | None" = None
+) -> "list[KernelUse]":
+    """What has to be compiled for a method; by default on float32 tensors."""
+    import torch
+
+    from thinwire.compressors.compiling import uses_of
+    from thinwire.feedback.base import Remembering
+    from thinwire.feedback.state import storage_uses
+
+    if method.policy is None:
+        return []
+    types = [torch.float32] if dtypes is None else dtypes
+    uses = uses_of(method.policy.compressors, types)
+    if isinstance(method.feedback, Remembering):
+        uses += storage_uses([method.feedback.storage], types)
+    return uses
 
 
 def _at_plus(text: str) -> list[str]:

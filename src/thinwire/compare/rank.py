@@ -260,10 +260,9 @@ class _ScriptObserver:
         listen(self._tracked)
 
     def _made(self, model: "DistributedDataParallel") -> None:
-        from thinwire.compare.training import equip, sizes_of, warm_up
+        from thinwire.compare.training import equip
         from thinwire.parallel.ddp import ATTRIBUTE, RegisteredHook
 
-        warm_up(self._method, sizes_of(model))
         self._models.append(model)
         self._meter.watch(model)
         if self._method.kind == "thinwire":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from thinwire.compare.method import Method, read
+from thinwire.compare.method import Method, read, uses_of_method
 from thinwire.compare.place import cluster_of
 from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, heard
 from thinwire.compare.settings import (
@@ -120,7 +120,7 @@ class Comparison:
             raise ComparisonSettingError("--racks needs a lab: times cannot be projected for it")
         if settings.script is not None:
             return
-        from thinwire.compare.training import sizes_of, warm_up
+        from thinwire.kernels.compiling import compile_kernels
         from thinwire.workloads import workload
 
         task = workload(settings.workload)
@@ -128,8 +128,8 @@ class Comparison:
         model = task.model()
         self.parameters = sum(p.numel() for p in model.parameters())
         self._watcher.said("compiling kernels")
-        for method in self.methods:
-            warm_up(method, sizes_of(model))
+        # Here once, not in each rank while the others wait for it.
+        compile_kernels(use for method in self.methods for use in uses_of_method(method))
 
     def _train(self, cluster: Cluster, jobs: list[Job]) -> None:
         if self.settings.script is None:

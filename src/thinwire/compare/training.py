@@ -1,9 +1,8 @@
 """Training with one method on one rank: the method's hook, what is measured, the loop itself."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from itertools import product
 from typing import Any
 
 import torch
@@ -16,9 +15,6 @@ from torch.optim import AdamW, Optimizer
 from thinwire.compare import counters
 from thinwire.compare.method import OPTIMIZERS, Method
 from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, Timer, tell
-from thinwire.compressors import LocalCompressor
-from thinwire.frames import decode, pack
-from thinwire.kernels import Key
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.parallel import attach
 from thinwire.parallel.replicas import check_replicas
@@ -28,7 +24,6 @@ from thinwire.workloads import Workload
 PROBE_STEPS = 5  # that tell how many steps there is time for
 _MEASUREMENTS = 4  # of the compression error in a training
 _EVENT_SECONDS = 0.3  # between two lines on how far it has come
-_BUCKET = 25 * 2**20 // 4  # elements of one of DDP's buckets, by default
 _POWERSGD_START = 2  # the step from which it compresses, the least that it takes (default 1000)
 _TENSOR = ("numel", "ratio", "relative_error", "bytes_sent", "compressor", "collective")
 
@@ -88,7 +83,9 @@ def stats_of(wire: Wire | None, optimizer: Optimizer | None = None) -> Mapping[s
         return wire.stats()
     if isinstance(optimizer, ExchangingOptimizer):
         told = optimizer.stats()
-        return {"total": told, "seconds": told["seconds"], "tensors": {}}
+        steps = max(1, told["steps"])
+        per_step = {kind: seconds / steps for kind, seconds in told["seconds"].items()}
+        return {"total": told, "seconds_per_step": per_step, "tensors": {}}
     return None
 
 
@@ -97,32 +94,6 @@ def ddp_options(method: Method) -> dict[str, Any]:
     # PyTorch's PowerSGD hook waits inside a bucket for what follows in the next: with more than one
     # it hangs on gloo.
     return {"bucket_cap_mb": 2**20} if method.rank else {}
-
-
-def sizes_of(model: nn.Module) -> list[int]:
-    """The numbers of elements that a method compresses at once: of each tensor, and of a bucket."""
-    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    return sorted({*sizes, min(sum(sizes), _BUCKET)} - {0})
-
-
-def warm_up(method: Method, sizes: Iterable[int] = (5000,)) -> None:
-    """Have the kernels of a method compiled, or loaded, before anything is timed.
-
-    Args:
-        sizes: of the tensors that it will compress: small ones take other paths than large ones.
-    """
-    if method.policy is None:
-        return
-    used = [c for c in method.policy.compressors if isinstance(c, LocalCompressor)]
-    for compressor, size in product(used, sizes):
-        x = torch.randn(size, generator=torch.Generator().manual_seed(0))
-        for residual in (None, torch.zeros(size)):
-            try:
-                payload = compressor.encode(x, residual=residual, key=Key(0))
-            except ValueError:
-                continue  # some take no residual
-            payload.add_to(x.clone(), 1.0)
-            decode(pack(payload))
 
 
 # What is measured
@@ -196,8 +167,8 @@ class TrainingMeter:
         if stats is not None:
             record.reported = stats["total"]["network_bytes"]
             record.inside = {
-                kind: seconds / steps
-                for kind, seconds in stats["seconds"].items()
+                kind: seconds
+                for kind, seconds in stats["seconds_per_step"].items()
                 if kind in ("encode", "network", "decode")
             }
             record.tensors = [
@@ -248,7 +219,6 @@ class Training:
         task, seed = self._task, self._seed
         self._timer.restart()
         model = DistributedDataParallel(task.model(seed), **ddp_options(self._method))
-        warm_up(self._method, sizes_of(model))
         every = max(1, steps // _MEASUREMENTS)
         optimizer = optimizer_of(self._method, task.optimizer(model), steps)
         alone = isinstance(optimizer, ExchangingOptimizer)  # the optimizer exchanges, not backward

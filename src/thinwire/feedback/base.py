@@ -23,6 +23,7 @@ from torch import Tensor
 
 from thinwire import check
 from thinwire.feedback.state import STORAGES, ScratchBuffers, StateVector
+from thinwire.kernels import Key
 from thinwire.spec import spec_of
 
 State = Mapping[str, StateVector]
@@ -95,8 +96,12 @@ class Update(ABC):
         self.finish()
 
     @abstractmethod
-    def commit(self) -> None:
-        """Bring the state up to date."""
+    def commit(self, key: Key) -> None:
+        """Bring the state up to date.
+
+        Args:
+            key: of this unit and step, the same on all ranks: what a storage rounds, it rounds by.
+        """
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,7 @@ class InPlaceUpdate(Update):
     def finish(self) -> None:
         pass
 
-    def commit(self) -> None:
+    def commit(self, key: Key) -> None:
         pass
 
 
@@ -173,4 +178,7 @@ class Remembering(Feedback):
         self, numel: int, dtype: torch.dtype, device: torch.device
     ) -> dict[str, StateVector]:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return {part: StateVector(numel, wide, device, self.storage) for part in self.parts}
+        return {
+            part: StateVector(numel, wide, device, self.storage, stream)
+            for stream, part in enumerate(self.parts)
+        }

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from thinwire import check
 from thinwire.feedback.base import Remembering, State, Update, Workspace
+from thinwire.kernels import Key
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,12 @@ class _DGCUpdate(Update):
     def finish(self) -> None:
         self.x.copy_(self.tensor)
 
-    def commit(self) -> None:
+    def commit(self, key: Key) -> None:
         assert self.residual is not None
         for lo, hi, waiting in self.held_back:
             self._u[lo:hi].copy_(self._state["u"].read()[lo:hi])
             self._v[lo:hi].copy_(waiting)
         if not self._whole:
             self._u.masked_fill_(self.residual != self._v, 0.0)
-        self._state["u"].write(self._u)
-        self._state["residual"].write(self.residual)
+        self._state["u"].write(self._u, key)
+        self._state["residual"].write(self.residual, key)

@@ -6,6 +6,7 @@ from torch import Tensor
 from thinwire import check
 from thinwire.feedback.base import InPlaceUpdate, Remembering, State, Update, Workspace
 from thinwire.feedback.state import StateVector
+from thinwire.kernels import Key
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class EF14(Remembering):
 
     Args:
         decay: less than 1 forgets, for residuals that have become stale.
-        storage: how residuals are kept between steps: "fp32", "bf16", "int8" or "host".
+        storage: how residuals are kept between steps: "fp32", "bf16", "int8" or "host". bf16 and
+            int8 round up or down at random, right on average.
         reset: steps after which residuals start from zero again (what they hold is dropped); 0 for
             never. LoCo does so every 1024 steps, with int8.
 
@@ -63,5 +65,5 @@ class _CopyUpdate(Update):
     def finish(self) -> None:
         pass
 
-    def commit(self) -> None:
-        self._kept.write(self._copy)
+    def commit(self, key: Key) -> None:
+        self._kept.write(self._copy, key)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from thinwire import check
 from thinwire.feedback.base import Remembering, State, Update, Workspace
+from thinwire.kernels import Key
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,9 @@ class _EF21Update(Update):
         self._mean.copy_(self._v)  # what h + (v - h) is but for rounding
         self.x.copy_(self._mean)
 
-    def commit(self) -> None:
+    def commit(self, key: Key) -> None:
         assert self.residual is not None
-        self._state["mean"].write(self._mean)
-        self._state["h"].write(torch.sub(self._v, self.residual, out=self.residual))
+        self._state["mean"].write(self._mean, key)
+        self._state["h"].write(torch.sub(self._v, self.residual, out=self.residual), key)
         if "v" in self._state:
-            self._state["v"].write(self._v)
+            self._state["v"].write(self._v, key)

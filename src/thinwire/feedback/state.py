@@ -5,18 +5,28 @@
     int8   a quarter, in blocks of 256 with a scale each
     host   fp32 in the memory of the host
 
-bf16 and int8 round what they keep, so conservation holds to that rounding only. An exchange works
-in fp32, in scratch buffers that the exchanges of a group share: as large as the largest of them.
+bf16 and int8 round what they keep, so conservation holds to that rounding only. They round up or
+down at random, right on average. Rounded to nearest, an element to which each step adds less than
+half a unit of its last digit would never grow, and never be sent. The scales of int8 are powers of
+two: what was read from a vector and comes back by a checkpoint is kept exactly.
+
+An exchange works in fp32, in scratch buffers that the exchanges of a group share: as large as the
+largest of them.
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors import Quantize
-from thinwire.frames import Payload
+from thinwire import kernels
+from thinwire.compressors.compiling import CPU, SMALL, WORKING, working_dtype
+from thinwire.kernels import Key
+from thinwire.kernels.compiling import KernelUse
 
 STORAGES = ("fp32", "bf16", "int8", "host")
-_EIGHT_BITS = Quantize(8)
+LIMIT, WIDTH, BLOCK = 127, 8, 256  # of int8
 
 
 class StateVector:
@@ -26,14 +36,22 @@ class StateVector:
         numel, device: as those of the tensor it belongs to.
         dtype: what it is worked with, float32 or float64.
         storage: how it is kept.
+        stream: a number that sets its random numbers apart from those of other vectors of the same
+            tensor.
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, storage: str = "fp32"
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        storage: str = "fp32",
+        stream: int = 0,
     ) -> None:
         self.numel, self.dtype, self.device, self.storage = numel, dtype, device, storage
+        self.stream = stream
         self._kept: Tensor | None = None
-        self._payload: Payload | None = None  # None stands for zeros
+        self._levels: tuple[Tensor, Tensor] | None = None  # scales and levels; None for zeros
         if storage == "fp32":
             self._kept = torch.zeros(numel, dtype=dtype, device=device)
         elif storage == "bf16":
@@ -57,20 +75,47 @@ class StateVector:
             out = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         if self._kept is not None:
             return out.copy_(self._kept)
-        return out.zero_() if self._payload is None else self._payload.restore(out)
+        if self._levels is None:
+            return out.zero_()
+        scales, levels = self._levels
+        kernels.on(self.device).add_uniform(
+            out, levels, scales, limit=LIMIT, width=WIDTH, block=BLOCK, weight=1.0, fresh=True
+        )
+        return out
 
-    def write(self, values: Tensor) -> None:
-        """Keep these values, which must be finite."""
+    def write(self, values: Tensor, key: Key | None = None) -> None:
+        """Keep these values, which must be finite.
+
+        Args:
+            key: of this step, to round with. None rounds to nearest: for what is written once, and
+                not step after step.
+        """
+        own = None if key is None else key._replace(stream=self.stream)
         if self._kept is None:
-            self._payload = _EIGHT_BITS.encode(values)
+            self._write_levels(values, own)
+        elif self._kept.dtype == torch.bfloat16 and own is not None:
+            # float64 through float32: what a float32 vector would lose is lost here too.
+            narrow = values if values.dtype == torch.float32 else _to_float32(values)
+            kernels.on(self.device).round_to_bfloat16(narrow, self._kept, own)
         elif self._kept.dtype == torch.bfloat16:
             top = torch.finfo(torch.bfloat16).max  # what is larger would round to infinity
             self._kept.copy_(values.clamp(-top, top))
         elif self._kept.data_ptr() != values.data_ptr():
             self._kept.copy_(values)
 
+    def _write_levels(self, values: Tensor, key: Key | None) -> None:
+        if not self.numel:
+            return
+        found = kernels.on(self.device).encode_uniform(
+            values, None, limit=LIMIT, width=WIDTH, block=BLOCK, rule="power", key=key
+        )
+        if found is None:  # shows in whatever is done with it next
+            scales = values.new_full((-(-self.numel // BLOCK),), torch.nan)
+            found = scales, torch.zeros(self.numel, dtype=torch.uint8, device=self.device)
+        self._levels = found
+
     def zero(self) -> None:
-        self._payload = None
+        self._levels = None
         if self._kept is not None:
             self._kept.zero_()
 
@@ -78,11 +123,52 @@ class StateVector:
         """Multiply by a factor."""
         if self._kept is not None:
             self._kept.mul_(factor)
-        elif self._payload is not None:
+        elif self._levels is not None:
             self.write(self.read().mul_(factor))
 
     def __repr__(self) -> str:
         return f"<vector of {self.numel}, {self.storage}>"
+
+
+@dataclass(frozen=True)
+class StorageUse(KernelUse):
+    """Vectors that are kept in one way."""
+
+    storage: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def name(self) -> str:
+        return f"storage={self.storage} ({str(self.dtype).removeprefix('torch.')})"
+
+    def rehearse(self) -> None:
+        vector = StateVector(SMALL, self.dtype, CPU, self.storage)
+        for key in (None, Key()):
+            vector.write(torch.ones(SMALL, dtype=self.dtype, device=CPU), key)
+            vector.read()
+
+
+def storage_uses(
+    storages: Iterable[str], dtypes: Iterable[torch.dtype], device: torch.device = CPU
+) -> list[KernelUse]:
+    """What has to be compiled to keep the state of tensors of these types."""
+    if not kernels.are_compiled(device):
+        return []
+    working = {working_dtype(dtype) for dtype in dtypes}
+    return [
+        StorageUse(storage, dtype)
+        for storage in storages
+        for dtype in WORKING
+        if dtype in working and storage in ("bf16", "int8")
+    ]
+
+
+def _to_float32(values: Tensor) -> Tensor:
+    top = torch.finfo(torch.bfloat16).max
+    return values.clamp(-top, top).float()
 
 
 class ScratchBuffers:

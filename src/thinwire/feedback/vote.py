@@ -6,6 +6,7 @@ from torch import Tensor
 
 from thinwire import check
 from thinwire.feedback.base import Remembering, State, Update, Workspace
+from thinwire.kernels import Key
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ class _VoteUpdate(Update):
         self._sound = not bool(broken.isnan().any())
         self.x.copy_(signs(self.tensor, self.tensor).add_(broken))
 
-    def commit(self) -> None:
+    def commit(self, key: Key) -> None:
         if self._momentum and self._sound:
-            self._kept.write(self._m)
+            self._kept.write(self._m, key)
 
 
 def signs(values: Tensor, out: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from thinwire.kernels.key import Key
 
-__all__ = ["Key", "on", "use"]
+__all__ = ["Key", "are_compiled", "on", "use"]
 
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("kernels", default=None)
 _NAMES = ("reference", "cpu")
@@ -26,6 +26,11 @@ _NAMES = ("reference", "cpu")
 def on(device: torch.device) -> ModuleType:
     """The kernels for tensors of this device."""
     return _load(_forced.get() or ("cpu" if device.type == "cpu" else "reference"))
+
+
+def are_compiled(device: torch.device) -> bool:
+    """Whether the kernels for tensors of this device are compiled when they are first called."""
+    return (_forced.get() or device.type) == "cpu"
 
 
 @functools.cache

@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 
 from thinwire import check
 from thinwire.collectives.allreduce import AllReduce
+from thinwire.collectives.compiling import compile_in
 from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.compressors import Compressor, NoCompression, ScaledSign, compressor_of
+from thinwire.compressors.compiling import uses_of
 from thinwire.errors import ThinwireWarning
 from thinwire.kernels import Key
 from thinwire.optim import adam
@@ -106,6 +108,9 @@ class ExchangingOptimizer(Optimizer):
         known = {p for each in self.param_groups for p in each["params"]}
         if not self._masks.keys() <= known:
             raise ValueError(f"{who}: a mask is for a tensor that is none of the parameters")
+        for device in {p.device for p in known}:
+            uses = uses_of([self._compressor], {p.dtype for p in known}, device)
+            compile_in(self._options.group, device, uses)
 
     @abstractmethod
     def _advance(self, slots: list[Slot], step: int) -> None:

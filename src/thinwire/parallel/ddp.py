@@ -257,6 +257,7 @@ class DDPHook:
         ledger = self._reducer.ledger
         ledger.add_seconds("waiting", end - begin)
         ledger.fold()
+        ledger.end_step()
         done, self._pass = self._pass, self._new_pass()
         before, self._ended = self._ended, end
         try:

@@ -70,6 +70,7 @@ class Stats(TypedDict):
     tensors: dict[str, TensorStats]
     total: TotalStats
     seconds: dict[str, float]
+    seconds_per_step: dict[str, float]
     policy: str
     decisions: list[DecisionStats]
 
@@ -120,6 +121,7 @@ def stats_of(wire: "Wire", norms: bool = True) -> Stats:
             "residual_norm": math.hypot(*known) if known else None,
         },
         "seconds": dict(ledger.seconds),
+        "seconds_per_step": ledger.seconds_per_step,
         "policy": str(wire.policy),
         "decisions": [
             {"step": d.step, "tensors": d.tensors, "compressor": d.compressor, "why": d.why}
@@ -165,8 +167,10 @@ def table_of(stats: Stats, rows: int) -> str:
     columns: list[TableColumn | str] = ["tensor", "compressor", "collective"]
     columns += [TableColumn(figure, right=True, wrap=False) for figure in figures]
     shown = table(columns, lines)
-    times = ", ".join(f"{kind} {1e3 * s / steps:.1f} ms" for kind, s in stats["seconds"].items())
-    return f"{text_of(shown, WIDTH)}\nper step: {times or 'nothing yet'}"
+    per_step = stats["seconds_per_step"].items()
+    times = ", ".join(f"{kind} {1e3 * s:.1f} ms" for kind, s in per_step) or "nothing yet"
+    without = " (without the first)" if stats["step"] > 1 else ""
+    return f"{text_of(shown, WIDTH)}\nper step{without}: {times}"
 
 
 def explanation_of(wire: "Wire") -> str:
@@ -182,9 +186,9 @@ def explanation_of(wire: "Wire") -> str:
         f"{rest} small or excluded ones are always sent uncompressed. {kept} ({feedback}).",
         *wire._choices.explain(),
     ]
-    total, seconds = stats["total"], stats["seconds"]
+    total = stats["total"]
     if wire.step and total["bytes_sent"]:
-        waited = 1e3 * seconds.get("waiting", 0.0) / wire.step
+        waited = 1e3 * stats["seconds_per_step"].get("waiting", 0.0)
         lines.append(
             f"In {wire.step} steps each rank sent {show_bytes(total['bytes_sent'])} for tensors "
             f"of {show_bytes(total['bytes_in'])}, and waited {waited:.3g} ms per step for the "

@@ -8,9 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import check
+from thinwire.collectives.compiling import compile_in
 from thinwire.compressors import Compressor, LocalCompressor
+from thinwire.compressors.base import FLOATS
+from thinwire.compressors.compiling import uses_of
 from thinwire.feedback import DGC, EF14, NoFeedback, feedback_for
-from thinwire.feedback.base import Update
+from thinwire.feedback.base import Remembering, Update
+from thinwire.feedback.state import storage_uses
 from thinwire.kernels import Key
 from thinwire.parallel.choices import Choices, NoChoices, choices_of
 from thinwire.parallel.configuration import Configuration
@@ -181,11 +185,25 @@ class Wire:
             device=next(iter(like.values())).device,
             options=reducer.options,
         )
+        self._compile_for(policy, like.values())
         self._choices.hand_over(choices, self.step)
         if not self._tensors:
             reducer.decide(policy.main)
         self._choices, self._tensors, self._parameters = choices, known, like
         self._log_choices(tensors)
+
+    def _compile_for(self, policy: Policy, tensors: Iterable[Tensor]) -> None:
+        """Have all kernels compiled that training may need: not in the first step."""
+        options, feedback = self._reducer.options, self._reducer.feedback
+        inside = [] if options.nodes is None else [options.nodes.inner]
+        compressors = [UNCOMPRESSED, *policy.compressors, *inside]
+        kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+        for device in {device for device, _ in kinds}:
+            dtypes = {dtype for other, dtype in kinds if other == device and dtype in FLOATS}
+            uses = uses_of(compressors, dtypes, device)
+            if isinstance(feedback, Remembering):
+                uses += storage_uses([feedback.storage], dtypes, device)
+            compile_in(options.group, device, uses)
 
     def _log_choices(self, tensors: Iterable[str]) -> None:
         sizes: dict[str, list[int]] = {}

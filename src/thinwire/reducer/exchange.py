@@ -13,8 +13,10 @@ from thinwire.collectives.options import Options
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback
-from thinwire.feedback.base import Update
+from thinwire.feedback.base import Remembering, Update
+from thinwire.feedback.state import storage_uses
 from thinwire.kernels import Key
+from thinwire.kernels.compiling import KernelUse
 from thinwire.reducer.state import UnitState
 from thinwire.reducer.unit import Unit
 
@@ -110,6 +112,13 @@ class UnitExchange(AllReduce):
     def units(self) -> list[Unit]:
         return [each.unit for each in self.updates]
 
+    def kernel_uses(self) -> list[KernelUse]:
+        uses = super().kernel_uses()
+        if isinstance(self._feedback, Remembering):
+            dtypes = {each.flat.dtype for each in self.updates}
+            uses += storage_uses([self._feedback.storage], dtypes, self.device)
+        return uses
+
     # The stages.
 
     def enter(self, transport: Transport) -> None:
@@ -172,8 +181,10 @@ class UnitExchange(AllReduce):
                 self._kept_recalled[each.unit.names[0]] = kept
         for each in self.updates:
             each.update.release()
-            each.update.commit()
-            if each.state is not None:
+            if each.state is None:
+                each.update.commit(self._seed_key)
+            else:
+                each.update.commit(each.state.storage_key(self._seed_key.seed))
                 each.state.committed(self._feedback)
 
 

@@ -1,5 +1,6 @@
 """The feedback state of a reducer: by unit while training goes on, by tensor in checkpoints."""
 
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -9,8 +10,10 @@ from torch import Tensor
 from thinwire.collectives.handle import Handle
 from thinwire.feedback.base import Feedback
 from thinwire.feedback.state import StateVector
+from thinwire.kernels import Key
 from thinwire.reducer.unit import Unit
 
+STORAGE = 0x53544F52  # sets the random numbers of storage apart from those of compressors
 TensorState = dict[str, Tensor]  # of one tensor: a flat vector for each part
 
 
@@ -40,6 +43,11 @@ class UnitState:
         handle = self.handle
         if handle is not None:
             handle.wait_until_ended()
+
+    def storage_key(self, seed: int) -> Key:
+        """To round what is kept of the next step. It follows from what checkpoints hold."""
+        tensor = zlib.crc32("\n".join(self.names).encode())
+        return Key(seed, self.steps % (1 << 32), tensor).derive(STORAGE)
 
     def committed(self, feedback: Feedback) -> None:
         """One more step is remembered."""

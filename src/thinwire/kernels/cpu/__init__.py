@@ -10,6 +10,7 @@ from thinwire.kernels.cpu.indices import (
     rice_encode,
     rice_parameter,
 )
+from thinwire.kernels.cpu.narrow import round_to_bfloat16
 from thinwire.kernels.cpu.pairs import add_pairs, encode_pairs
 from thinwire.kernels.cpu.powers import add_powers, encode_powers
 from thinwire.kernels.cpu.random import bernoulli_positions, random_positions, random_words
@@ -48,6 +49,7 @@ __all__ = [
     "rice_decode",
     "rice_encode",
     "rice_parameter",
+    "round_to_bfloat16",
     "scatter_add",
     "scatter_add_many",
     "take",

@@ -1,8 +1,7 @@
 """How kernels are compiled, and the small functions that all of them inline.
 
-Compiled code is cached on disk beside the sources (or in Numba's user cache directory). Sums may
-be reassociated so that they vectorise; nothing else of IEEE arithmetic is given up, since NaN
-and infinity must be seen.
+Compiled code is kept on disk (see `thinwire.kernels.cache`). Sums may be reassociated so that they
+vectorise; nothing else of IEEE arithmetic is given up, since NaN and infinity must be seen.
 
 Two things decide whether a loop becomes vector instructions (5 to 10 times faster):
 
@@ -16,13 +15,34 @@ or key that is not there is an empty array, not None. LLVM moves the question ou
 """
 
 import functools
+import threading
 from typing import Any
 
 import numba
 import numpy as np
 from numba.extending import overload
 
-jit = functools.partial(numba.njit, nogil=True, cache=True)
+from thinwire.kernels import cache as kernel_cache
+
+_lock = threading.Lock()
+
+
+def jit(function=None, /, *, cache=True, **options):
+    """Compile a function when it is first called; `numba.njit` with our settings and our cache."""
+    if function is None:
+        return functools.partial(jit, cache=cache, **options)
+    if not cache:
+        return numba.njit(function, nogil=True, **options)
+    # Numba reads this setting while it decorates: functions of others do not see ours.
+    with _lock:
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(kernel_cache.directory())
+        try:
+            return numba.njit(function, nogil=True, cache=True, **options)
+        finally:
+            numba.config.CACHE_DIR = before
+
+
 # Inlined, or there would be two copies of a sum, compiled apart and in another order: a process
 # that compiles the kernels would call the one, a process that loads them from disk the other.
 sum_jit = functools.partial(jit, fastmath={"reassoc", "nsz"}, forceinline=True)
@@ -110,6 +130,28 @@ def _from_magnitude(bits, like):
     if like == numba.float32:
         return lambda bits, like: np.int32(bits).view(np.float32)
     return lambda bits, like: np.int64(bits).view(np.float64)
+
+
+def power_above(p):
+    """The least power of two that is at least p, a normal number above zero."""
+    return _power_above(numba.typeof(p))(p)
+
+
+@overload(power_above, inline="always")
+def _power_above(p):
+    if p == numba.float32:
+
+        def narrow(p):
+            bits = np.int32(np.float32(p).view(np.int32) + np.int32(0x7FFFFF))
+            return np.int32(bits & np.int32(0x7F800000)).view(np.float32)
+
+        return narrow
+
+    def wide(p):
+        bits = np.float64(p).view(np.int64) + np.int64((1 << 52) - 1)
+        return np.int64(bits & np.int64(0x7FF0000000000000)).view(np.float64)
+
+    return wide
 
 
 @jit

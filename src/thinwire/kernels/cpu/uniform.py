@@ -1,8 +1,11 @@
 """Uniform quantisation around zero: value = (level - limit) * scale, one scale a block.
 
 Serves Quantize (nearest or stochastic, scale from the largest magnitude), QSGD (stochastic, scale
-from the norm) and TernGrad (stochastic, scale given, limit 1).
+from the norm), TernGrad (stochastic, scale given, limit 1) and feedback state (stochastic, scales
+that are powers of two).
 """
+
+import math
 
 import numpy as np
 import torch
@@ -18,6 +21,7 @@ from thinwire.kernels.cpu.jit import (
     jit,
     load_peak,
     magnitude,
+    power_above,
     sum_jit,
 )
 from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
@@ -28,8 +32,8 @@ from thinwire.kernels.key import Key
 RUN = 512  # elements handled at once when one scale serves the whole tensor
 SPAN = 5120  # elements handled at once, in the cache; a multiple of 5, 8 and 512
 TINY = {np.dtype(np.float32): 2.0**-118, np.dtype(np.float64): 2.0**-800}
-PEAK, NORM, GIVEN = 0, 1, 2
-RULES = {"max": PEAK, "l2": NORM, "given": GIVEN}
+PEAK, NORM, GIVEN, POWER = 0, 1, 2, 3
+RULES = {"max": PEAK, "l2": NORM, "given": GIVEN, "power": POWER}
 
 
 @sum_jit
@@ -80,10 +84,13 @@ def _scale(buffer, bits, limit, rule, tiny, highest, ceiling):
     """(scale, what to multiply by for levels) of a block with this top magnitude."""
     real = buffer.dtype.type
     peak = from_magnitude(bits, real(0))
-    if peak < tiny:
+    if not peak >= tiny:  # NaN is not
         return real(0), real(0)
     if rule == PEAK:
         return min(peak / real(limit), ceiling), real(limit) / peak
+    if rule == POWER:
+        scale = min(power_above(peak / real(limit)), ceiling)
+        return scale, real(1) / scale
     norm = _norm(buffer, peak, highest)
     return min(real(norm / limit), ceiling), real(limit / norm)
 
@@ -137,7 +144,9 @@ def encode_uniform(
     """(scales, packed levels), or None if not all finite.
 
     Levels are -limit..limit stored from zero in `width` bits; `block` elements share a scale, None
-    for the whole tensor with rule 'given' and its `scale`. Stochastic with a `key`, else nearest.
+    for the whole tensor with rule 'given' and its `scale`. With rule 'power' a scale is the least
+    power of two that the levels suffice for: then what was decoded is encoded without any error.
+    Stochastic with a `key`, else nearest.
     """
     xs, rs = arrays(x, r)
     n = xs.size
@@ -146,6 +155,8 @@ def encode_uniform(
     info = np.finfo(xs.dtype)
     # The largest scale whose product with the limit is finite, also when rounding goes up.
     ceiling = float(info.max) / limit * (1 - 4 * float(info.eps))
+    if rule == "power":
+        ceiling = 2.0 ** (math.frexp(ceiling)[1] - 1)
     bounds = TINY[xs.dtype], float(info.max), ceiling
     scales = (
         np.full(1, min(scale, ceiling), xs.dtype) if given else np.empty(-(-n // each), xs.dtype)

@@ -11,6 +11,7 @@ from thinwire.kernels.reference.bits import (
     rice_encode,
     rice_parameter,
 )
+from thinwire.kernels.reference.narrow import round_to_bfloat16
 from thinwire.kernels.reference.pairs import add_pairs, encode_pairs
 from thinwire.kernels.reference.powers import add_powers, encode_powers
 from thinwire.kernels.reference.random import bernoulli_positions, random_positions, random_words
@@ -49,6 +50,7 @@ __all__ = [
     "rice_decode",
     "rice_encode",
     "rice_parameter",
+    "round_to_bfloat16",
     "scatter_add",
     "scatter_add_many",
     "take",

@@ -1,5 +1,7 @@
 """Uniform quantisation around zero, in plain PyTorch: value = (level - limit) * scale."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,13 @@ def highest_scale(dtype: torch.dtype, limit: int) -> float:
     return info.max / limit * (1 - 4 * info.eps)
 
 
+def power_above(p: Tensor) -> Tensor:
+    """The least power of two that is at least p; see the CPU kernel."""
+    bits, mantissa = (torch.int32, 23) if p.dtype == torch.float32 else (torch.int64, 52)
+    mask = (1 << mantissa) - 1
+    return ((p.view(bits) + mask) & ~mask).view(p.dtype)
+
+
 def _scales(rows: Tensor, limit: int, rule: str) -> tuple[Tensor, Tensor]:
     """The scale of each row and what to multiply by to get levels (zero for tiny rows)."""
     peak = rows.abs().amax(1)
@@ -25,6 +34,10 @@ def _scales(rows: Tensor, limit: int, rule: str) -> tuple[Tensor, Tensor]:
         norm = wide * (rows.double() / wide.clamp_min(1e-300).unsqueeze(1)).square().sum(1).sqrt()
         norm = norm.clamp_max(torch.finfo(rows.dtype).max)
         scale, inverse = (norm / limit).to(rows.dtype), (limit / norm).to(rows.dtype)
+    elif rule == "power":
+        scale = power_above(peak / limit)
+        scale = scale.clamp_max(2.0 ** (math.frexp(highest_scale(rows.dtype, limit))[1] - 1))
+        inverse = 1 / scale
     else:
         scale, inverse = peak / limit, limit / peak
     tiny = peak < TINY[rows.dtype]
