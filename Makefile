@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: setup  ## Run the tests
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-thorough: setup  ## A thousand examples of every property, a million damaged frames (20 minutes)
 	$(VENV)/bin/python benchmarks/fuzz.py --frames 1000000

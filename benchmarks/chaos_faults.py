@@ -33,7 +33,7 @@ LINK = "thinwire.collectives.link:Link"
 POINTS: dict[str, tuple[tuple[str, str], ...]] = {
     "connecting": (
         (LINK, "_connect"),
-        (LINK, "_assemble"),
+        ("thinwire.collectives.connect:Connecting", "_assemble"),
         ("thinwire.collectives.watch:Watch", "__init__"),
     ),
     "prepare": ((EXCHANGE, "prepare"),),

@@ -222,27 +222,6 @@ def leave() -> None:
 # Elastic restarts
 
 
-def save(state: Any, path: Path) -> None:
-    """A checkpoint of one rank, as docs/ddp.md says."""
-    torch.save(state, path)
-
-
-def load(folder: Path, size: int, rank: int) -> tuple[int, Any]:
-    """The last checkpoint that all ranks have whole: a rank may have died while it saved."""
-    steps = {int(path.name.removeprefix("step")) for path in folder.glob("step*")}
-    for step in sorted(steps, reverse=True):
-        try:
-            states = [_read(folder / f"step{step}" / f"rank{r}.pt") for r in range(size)]
-        except (OSError, EOFError, RuntimeError, ValueError):
-            continue
-        return step, states[rank]
-    return 0, None
-
-
-def _read(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
-
-
 def work(folder: str) -> None:
     """A worker: trains from the last checkpoint on; saves one after each step from the second."""
     place = Path(folder)
@@ -257,21 +236,20 @@ def work(folder: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
     training = TRAININGS[job["training"]](timeout_for(fault))
     assert isinstance(training, Attached)
-    start, state = load(place, dist.get_world_size(), rank)
-    if state is not None:
-        training.restore(state)
+    start, found = 0, tw.load_checkpoint(place / "checkpoints")
+    if found is not None:
+        start = found.step
+        training.restore(found.state)
     for number in range(start, STEPS + 1):
         injector.begin_step(number)
         training.step(number)
         losses = {"rank": rank, "step": number, "loss": training.loss.hex()}
         _note(place / f"losses{attempt_number}-{rank}.json", losses)
         if number >= 1:
-            kept = place / f"step{number + 1}"
-            kept.mkdir(exist_ok=True)
             injector.reach(SAVING)
-            save(training.snapshot(), kept / f"rank{rank}.pt")
-    found = {"replicas": digest(training.replicated()), "attempt": attempt_number}
-    _note(place / f"done{rank}.json", found)
+            tw.save_checkpoint(place / "checkpoints", training.snapshot(), step=number + 1)
+    result = {"replicas": digest(training.replicated()), "attempt": attempt_number}
+    _note(place / f"done{rank}.json", result)
     injector.remove()
     del training
     leave()

@@ -121,6 +121,11 @@ class Training(ABC):
             raise
 
 
+def own(state: Any) -> Any:
+    """A survivor goes on with what it remembers itself, as another rank of a smaller group."""
+    return {**state, "rank": dist.get_rank(), "world_size": dist.get_world_size()}
+
+
 class Calls(Training):
     """A vector that is moved by what a call brings."""
 
@@ -218,9 +223,9 @@ class ReducerLoop(Training):
             "b": some(self.rank, number, 2).view(30, 40),
         }
 
-        # What was begun is counted, and not by the failed call alone: the keys of random numbers.
+        # The step is counted: all ranks have begun it.
         def concerned() -> Any:
-            return [gradients, self.reducer.state_dict()["tensors"]]
+            return [gradients, self.reducer.state_dict()["reducer"]["tensors"]]
 
         with self.unchanged(concerned):
             self.reducer.average(gradients)
@@ -235,7 +240,7 @@ class ReducerLoop(Training):
 
     def restore(self, snapshot: Any) -> None:
         self.weights = copy.deepcopy(snapshot[0])
-        self.reducer.load_state_dict(snapshot[1])
+        self.reducer.load_state_dict(own(snapshot[1]))
 
 
 class EF21Loop(ReducerLoop):
@@ -274,7 +279,7 @@ class Optimizing(Training):
 
     def restore(self, snapshot: Any) -> None:
         self.model.load_state_dict(snapshot[0])
-        self.optimizer.load_state_dict(copy.deepcopy(snapshot[1]))
+        self.optimizer.load_state_dict(own(copy.deepcopy(snapshot[1])))
 
 
 class LambOptimizing(Optimizing):
@@ -363,7 +368,7 @@ class Attached(Training):
         state = copy.deepcopy(snapshot)
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.wire.load_state_dict(state["wire"])
+        self.wire.load_state_dict(own(state["wire"]))
 
 
 class TwoShotAttached(Attached):

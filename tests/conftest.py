@@ -17,7 +17,7 @@ import warm
 from thinwire.lab import why_not
 
 LONG = 600  # seconds for a test of several processes
-LAB = ("test_lab", "test_lab_racks", "test_cli_lab")
+LONGEST = ("test_compare", "test_all_reduce")  # minutes in all
 
 hypothesis.settings.register_profile(
     "default",
@@ -65,35 +65,28 @@ def possible():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests without kernels first, those with many processes last.
+    """Tests without kernels first, those with many processes last, of these the longest first.
 
     The kernels are compiled meanwhile, so that not every process has to do it for itself.
     """
     several = {"Ranks", "ranks", "run", "torchrun"}
+    without_kernels = ("test_lab", "test_lab_racks", "test_cli_lab", "test_imports", "test_report")
 
     def place(item):
-        if item.module.__name__ in (*LAB, "test_imports", "test_report"):
+        name = item.module.__name__
+        if name in without_kernels:
             return 0
-        return 2 if several & vars(item.module).keys() or "compare" in item.module.__name__ else 1
+        if not (several & vars(item.module).keys() or name in LONGEST):
+            return 1
+        return 2 if name in LONGEST else 3
 
     items.sort(key=place)
     for item in items:  # which may be the first to start processes, on a busy machine
-        if place(item) == 2 and not item.get_closest_marker("timeout"):
+        if place(item) >= 2 and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG))
-        if group := together(item):
-            item.add_marker(pytest.mark.xdist_group(group))
     if config.getoption("--hypothesis-profile") == "thorough":
         for item in items:
             item.add_marker(pytest.mark.timeout(0), append=False)
-
-
-def together(item):
-    """Tests of one name run one after the other in one process, all others where there is room."""
-    module = item.module.__name__
-    if module in LAB:
-        return "lab"  # which look for what labs leave behind
-    fixtures = [each for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
-    return module if any(fixture.scope == "module" for fixture in fixtures) else None
 
 
 def pytest_sessionstart(session):

@@ -229,7 +229,7 @@ def test_attach_optimizers_and_reducers_compile_what_they_will_use():
         assert found == {
             "attach": ["none (float32)", "storage=bf16 (float32)", "topk:# (float32)"],
             "optimizer": ["scaledsign:l2 (float32)"],
-            "reducer": ["onebit (float32)", "storage=int8 (float32)"],
+            "reducer": ["none (float32)", "onebit (float32)", "storage=int8 (float32)"],
         }
 
 

@@ -340,7 +340,7 @@ def scatter_refusals() -> None:
     refused(TypeError, "compressor or a spec", rs, out, x, 3)
     refused(TypeError, "expected a tensor, got float", rs, out, [out, 3.0], "none")
     refused(ValueError, "timeout must be", rs, out, x, "none", timeout=-1)
-    refused(ValueError, "one device", rs, out, x.to("meta"), "none")
+    refused(TypeError, "a meta one", rs, out, x.to("meta"), "none")
     refused(tw.MemoryLimitError, "limit is 100 B", rs, out, x, "none", max_bytes=100)
     # The compressor itself refuses when it drafts; all ranks do, and the group stays usable.
     refused(ValueError, "residual", rs, out, x, "randomk:0.1,scaled=true", residual=x.clone())

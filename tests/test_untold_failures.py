@@ -231,6 +231,7 @@ def test_what_is_submitted_behind_the_last_look_into_the_queue_ends():
 def on_exchanges_while_the_channel_closes() -> int:
     """Submits from several threads while the channel closes; every handle must end."""
     group = dist.new_group([0, 1])
+    dist.barrier()  # nobody leaves while the other connects
     channel = channel_of(group, torch.device("cpu"))
     handles, begin = [], threading.Barrier(4)
 
