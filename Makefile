@@ -3,6 +3,7 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 # Processes that share the tests; many tests wait for something, so more than two cores have use for.
 WORKERS ?= 3
+# Tests start many processes: each would compile all modules anew if Python were told not to keep them.
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-policies bench-compare chaos soak clean clean-kernels
@@ -25,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: setup  ## Run the tests
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-thorough: setup  ## A thousand examples of every property, a million damaged frames (20 minutes)
 	$(VENV)/bin/python benchmarks/fuzz.py --frames 1000000

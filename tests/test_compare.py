@@ -425,6 +425,17 @@ class FailingCluster:
         on_line(host, "stdout", f"@thinwire {json.dumps(event)}")
 
 
+def test_a_script_that_fails_is_shown_with_its_error(monkeypatch, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.setattr("thinwire.compare.run.cluster_of", lambda *_: FailingCluster(2, "ddp"))
+    document, methods, _ = compared(
+        workload=str(script), hosts=2, links=("1mbit",) * 2, methods=("ddp",)
+    )
+    assert methods["ddp"].error == "ValueError: too much"
+    assert "plain DDP did not finish" in document.verdict
+
+
 def test_after_a_failure_the_others_go_on(monkeypatch):
     cluster = FailingCluster(2, "cast:bf16+ef14")
     monkeypatch.setattr("thinwire.compare.run.cluster_of", lambda *_: cluster)
@@ -515,8 +526,6 @@ for step in range(6):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if how == "fail" and step == 2 and dist.get_rank() == 1:
-        raise ValueError("the script's own mistake")
     if how == "hang" and step == 2:
         time.sleep(60)
     print("unfinished line", end="")
@@ -552,20 +561,12 @@ def test_a_script_is_compared(script):
     assert runs["script"].bytes_counted < runs["ddp"].bytes_counted
 
 
-@pytest.mark.parametrize(
-    ("how", "patience", "words"),
-    [
-        ("fail", None, "ValueError: the script's own mistake"),
-        ("hang", 4.0, "no step within 4 s: it hangs"),
-    ],
-    ids=["fail", "hang"],
-)
-def test_a_script_that_fails_or_hangs_is_shown_with_its_error(script, how, patience, words):
+def test_a_script_that_hangs_is_shown_with_its_error(script):
     document, methods, _ = compared(
-        workload=str(script), arguments=(how,), hosts=2, links=("100mbit",) * 2, methods=("ddp",),
-        patience=patience,
+        workload=str(script), arguments=("hang",), hosts=2, links=("100mbit",) * 2,
+        methods=("ddp",), patience=4.0,
     )  # fmt: skip
-    assert methods["ddp"].error == words
+    assert methods["ddp"].error == "no step within 4 s: it hangs"
     assert "plain DDP did not finish" in document.verdict
 
 
