@@ -3,7 +3,6 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 # Processes that share the tests; many tests wait for something, so more than two cores have use for.
 WORKERS ?= 3
-# Tests start many processes: each would compile all modules anew if Python were told not to keep them.
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-policies bench-compare chaos soak clean clean-kernels
@@ -25,6 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# Tests start many processes, each of which would compile all modules if Python kept none.
 test: setup  ## Run the tests
 	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

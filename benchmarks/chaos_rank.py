@@ -16,6 +16,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -267,6 +268,8 @@ def launch(pipe: Any, folder: str, size: int) -> None:
 
     place = Path(folder)
     settle_in(place / "agent.log")
+    os.environ["TMPDIR"] = folder  # where torch leaves files of failed workers
+    tempfile.tempdir = None
     # Workers must not find keys of an earlier attempt in the agent's store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(

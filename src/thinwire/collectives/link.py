@@ -108,8 +108,10 @@ class Link:
         self._count(
             width * (sum(sent) - sent[own]), width * (sum(received) - received[own]), others
         )
-        pending = torch_internals.all_to_all(self._group, out, outgoing, received, sent, limit)
-        self._finish(pending, limit)
+        # Not under a name: an error that is kept would keep the connections with it.
+        self._finish(
+            torch_internals.all_to_all(self._group, out, outgoing, received, sent, limit), limit
+        )
         return out
 
     def all_reduce(self, tensor: Tensor, op: Any, limit: timedelta) -> None:
