@@ -343,7 +343,10 @@ class Link:
         return value * (1 + 0.2 * self.draw.random())
 
     def go(self, rate: float, slow: float = 0.0) -> str:
-        """One step at so many bits a second; one rank is late by `slow` seconds."""
+        """One step at so many bits per second; one rank is late by `slow` seconds.
+
+        Nothing is measured: the seconds are those of a made-up clock.
+        """
         self.step += 1
         choice = self.chooser.choose(self.where.tensors[0], self.step)
         num_bytes = bytes_of(choice, self.where.tensors, 4, True)

@@ -108,11 +108,10 @@ class UnitReducer:
         """Start one exchange of several units.
 
         Args:
-            compressor: for this exchange; by default the reducer's own. Uncompressed units
-                (`UNCOMPRESSED`) take the collective that suits them.
+            compressor: for this exchange. Uncompressed units (`UNCOMPRESSED`) take the collective
+                that suits them.
             driver: see `Driver`.
         """
-        compressor = self.compressor if compressor is None else compressor
         feedback = self._feedback_of(units, compressor)
         if not (compressor.lossless and isinstance(feedback, NoFeedback)):
             for unit in units:
