@@ -72,9 +72,10 @@ if TYPE_CHECKING:
     from thinwire.feedback import list_feedbacks
     from thinwire.frames import Payload, decode, pack, unpack
     from thinwire.kernels import Key
-    from thinwire.methods import list_methods
+    from thinwire.methods import OuterSGD, list_methods
     from thinwire.parallel import (
         LoadedCheckpoint,
+        LocalSteps,
         Reducer,
         SavedCheckpoint,
         Wire,
@@ -106,10 +107,17 @@ _NAMES = {
     "feedback": ("list_feedbacks",),
     "frames": ("Payload", "decode", "pack", "unpack"),
     "kernels": ("Key",),
-    "methods": ("list_methods",),
+    "methods": ("OuterSGD", "list_methods"),
     "parallel": (
-        *("LoadedCheckpoint", "Reducer", "SavedCheckpoint", "Wire", "attach", "check_replicas"),
-        *("load_checkpoint", "new_checkpoint", "newest_checkpoint", "save_checkpoint", "wire_of"),
+        *("LoadedCheckpoint", "LocalSteps", "Reducer", "SavedCheckpoint", "Wire", "attach"),
+        *(
+            "check_replicas",
+            "load_checkpoint",
+            "new_checkpoint",
+            "newest_checkpoint",
+            "save_checkpoint",
+            "wire_of",
+        ),
     ),
     "policies": ("list_policies",),
     "telemetry": ("track",),
@@ -130,6 +138,7 @@ __all__ = [
     "Handle",
     "Key",
     "LoadedCheckpoint",
+    "LocalSteps",
     "Lossless",
     "MemoryLimitError",
     "MismatchError",
@@ -137,6 +146,7 @@ __all__ = [
     "NoCompression",
     "Nodes",
     "OneBit",
+    "OuterSGD",
     "Payload",
     "PeerError",
     "PowerSGD",

@@ -8,12 +8,21 @@
     powersgd, arc, terngrad, natural, onebit, topk, ...
                        compressors, with the feedback that belongs to them
 
+and those that exchange what optimizers have done to the parameters, for `LocalSteps`:
+
+    adam-update:0.01   the update of each step, 1 % of it in 4 bits
+    local-sgd, post-local-sgd
+                       averages of the parameters every so many steps
+    diloco, streaming-diloco
+                       an outer optimizer with momentum, all at once or fragment by fragment
+    sparseloco         2-bit values of the largest few of each chunk
+
 A method is an immutable description with a spec; `recipe` says what it consists of, which is all
 that `attach` needs to know.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 from thinwire import check
@@ -22,8 +31,10 @@ from thinwire.compressors import (
     ARCTopK,
     Compressor,
     Natural,
+    NoCompression,
     OneBit,
     PowerSGD,
+    Quantize,
     ScaledSign,
     TernGrad,
     TopK,
@@ -31,20 +42,29 @@ from thinwire.compressors import (
 from thinwire.compressors.quantizers import levels_of
 from thinwire.compressors.registry import COMPRESSORS
 from thinwire.feedback import DGC, EF14, Feedback, NoFeedback, Vote, feedback_for
+from thinwire.formatting import plural
 from thinwire.policies import Fixed, Policy, Ramp
 from thinwire.policies.schedule import DGC_DENSITIES
 from thinwire.spec import Bits, Kind, first_line, read_stage, read_value, spec_of, usage
 
 __all__ = [
+    "AdamUpdate",
     "BitQSGD",
     "DeepGradientCompression",
+    "DiLoCo",
     "EFSignSGD",
+    "LocalRecipe",
+    "LocalSGD",
     "MethodLine",
     "NamedMethod",
     "OneBitSGD",
+    "OuterSGD",
+    "PostLocalSGD",
     "Recipe",
     "SignSGD",
     "Signum",
+    "SparseLoCo",
+    "StreamingDiLoCo",
     "list_methods",
     "method_of",
     "parse",
@@ -75,6 +95,82 @@ class Recipe:
     def compressor(self) -> Compressor:
         """In the end."""
         return self.policy.main
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """How `LocalSteps` moves the common parameters: v = momentum * v + D, then by lr * v, or with
+    `nesterov` by lr * (D + momentum * v); D is the mean of what ranks have moved theirs by.
+
+    Args:
+        lr: learning rate; 1 without momentum is the average of the ranks' parameters.
+        momentum: of the outer steps.
+        nesterov: look ahead.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        check.positive("OuterSGD", "lr", self.lr)
+        check.below("OuterSGD", "momentum", self.momentum, 1)
+        if self.nesterov and not self.momentum:
+            raise ValueError("OuterSGD: nesterov needs a momentum")
+
+    @property
+    def averages(self) -> bool:
+        """Whether this is no more than the average."""
+        return self.lr == 1 and not self.momentum
+
+
+AVERAGE = OuterSGD()
+
+
+@dataclass(frozen=True)
+class LocalRecipe(Recipe):
+    """What a method for `LocalSteps` consists of; see there.
+
+    Args:
+        every: optimizer steps in a round.
+        outer: how the common parameters are moved.
+        warmup: steps at the beginning after each of which all is averaged, uncompressed.
+        fragments: parts of the model that are exchanged one after the other.
+        overlap: steps that go on while an exchange is under way.
+        mixing: share of the local parameters that stays when the common ones arrive.
+        average: "world" or "senders".
+    """
+
+    every: int = 1
+    outer: OuterSGD = AVERAGE
+    warmup: int = 0
+    fragments: int = 1
+    overlap: int = 0
+    mixing: float = 0.0
+    average: str = "world"
+
+    def __post_init__(self) -> None:
+        check_rounds(self.name, self.every, self.fragments, self.overlap)
+        check.steps(self.name, "warmup", self.warmup, 0)
+        if not check.is_number(self.mixing) or not 0 <= self.mixing < 1:
+            raise ValueError(f"{self.name}: mixing must be in [0, 1), got {self.mixing!r}")
+
+
+def check_rounds(who: str, every: int, fragments: int, overlap: int) -> None:
+    """Refuse rounds that cannot be."""
+    check.steps(who, "every", every)
+    check.steps(who, "fragments", fragments)
+    check.steps(who, "overlap", overlap, 0)
+    if every % fragments:
+        raise ValueError(
+            f"{who}: each fragment is exchanged once every {every} steps, which must be a multiple "
+            f"of the {fragments} fragments"
+        )
+    if overlap >= every // fragments:
+        raise ValueError(
+            f"{who}: overlap={overlap}, but the next exchange begins {every // fragments} steps "
+            "after the last: overlap must be less than that"
+        )
 
 
 @dataclass(frozen=True)
@@ -196,6 +292,170 @@ class BitQSGD(NamedMethod):
         return f"{self.name}:{self.bits}bit"
 
 
+@dataclass(frozen=True)
+class AdamUpdate(NamedMethod):
+    """The update of each step, with each rank's own moments: sparse compression that Adam bears.
+
+    What Adam divides by its second moment is this rank's own gradient, not one that arrives in
+    bursts; what is compressed and remembered is the step that Adam wants to take.
+
+    Args:
+        ratio: share of elements sent.
+        bits: of each of their values; 0 for all of them.
+        ramp: exchanges over which `ratio` falls from a half; 0 for none.
+    """
+
+    ratio: float = 0.01
+    bits: int = 4
+    ramp: int = 0
+    name: ClassVar[str] = "adam-update"
+
+    def recipe(self) -> LocalRecipe:
+        check.fraction(self.name, "ratio", self.ratio)
+        check.steps(self.name, "ramp", self.ramp, 0)
+        compressor: Compressor = TopK(self.ratio)
+        if self.bits:
+            compressor = compressor | Quantize(self.bits)
+        policy = Ramp(self.ramp, compressor, start=0.5) if self.ramp else Fixed(compressor)
+        return LocalRecipe(str(self), policy, EF14())
+
+
+@dataclass(frozen=True)
+class LocalSGD(NamedMethod):
+    """The average of the ranks' parameters every so many steps.
+
+    Args:
+        every: steps between two averages.
+        compressor: of the differences to the last average.
+    """
+
+    every: int = 10
+    compressor: Compressor = field(default=NoCompression(), kw_only=True)
+    name: ClassVar[str] = "local-sgd"
+
+    def recipe(self) -> LocalRecipe:
+        return LocalRecipe(
+            str(self),
+            Fixed(self.compressor),
+            feedback_for(self.compressor, "auto"),
+            every=self.every,
+        )
+
+
+@dataclass(frozen=True)
+class PostLocalSGD(NamedMethod):
+    """Local SGD after some steps in which ranks average after each step, uncompressed.
+
+    Args:
+        every: steps between two averages.
+        warmup: steps before that.
+        compressor: of the differences to the last average.
+    """
+
+    every: int = 10
+    warmup: int = 100
+    compressor: Compressor = field(default=NoCompression(), kw_only=True)
+    name: ClassVar[str] = "post-local-sgd"
+
+    def recipe(self) -> LocalRecipe:
+        plain = LocalSGD(self.every, compressor=self.compressor).recipe()
+        return replace(plain, name=str(self), warmup=self.warmup)
+
+
+@dataclass(frozen=True)
+class DiLoCo(NamedMethod):
+    """DiLoCo: many local steps, then one of an outer optimizer with Nesterov momentum.
+
+    Args:
+        every: local steps in a round; 500 in the paper, fewer for small models.
+        lr, momentum: of the outer optimizer.
+        compressor: of the differences.
+    """
+
+    every: int = 500
+    lr: float = 0.7
+    momentum: float = 0.9
+    compressor: Compressor = field(default=NoCompression(), kw_only=True)
+    name: ClassVar[str] = "diloco"
+
+    def recipe(self) -> LocalRecipe:
+        plain = LocalSGD(self.every, compressor=self.compressor).recipe()
+        outer = OuterSGD(self.lr, self.momentum, nesterov=self.momentum > 0)
+        return replace(plain, name=str(self), outer=outer)
+
+
+@dataclass(frozen=True)
+class SparseLoCo(NamedMethod):
+    """SparseLoCo: the largest few differences of each chunk, in 2 bits, and a residual that fades.
+
+    Args:
+        every: local steps in a round.
+        ratio: share of elements sent, of each chunk.
+        decay: what is left of the residual from round to round.
+        lr: of the outer steps, which have no momentum.
+        average: over all ranks ("world"), or over those that sent an element ("senders"), as in the
+            paper: then an element that one rank sends moves as far as one that all send.
+        chunk: elements in a chunk.
+    """
+
+    every: int = 15
+    ratio: float = 0.03125
+    decay: float = 0.95
+    lr: float = 1.0
+    average: str = "world"
+    chunk: int = 4096
+    name: ClassVar[str] = "sparseloco"
+
+    def recipe(self) -> LocalRecipe:
+        return LocalRecipe(
+            str(self),
+            Fixed(TopK(self.ratio) | Quantize(2)),  # HACK
+            EF14(self.decay),
+            "gather",
+            every=self.every,
+            outer=OuterSGD(self.lr),
+            average=self.average,
+        )
+
+
+@dataclass(frozen=True)
+class StreamingDiLoCo(NamedMethod):
+    """Streaming DiLoCo: one fragment of the model after the other, while training goes on.
+
+    Args:
+        every: local steps between two exchanges of a fragment.
+        fragments: the layers are dealt out to.
+        overlap: steps that go on while a fragment is under way.
+        mixing: share of the local parameters that stays when the common ones arrive.
+        lr, momentum: of the outer optimizer.
+        compressor: of the differences, of which nothing is remembered.
+    """
+
+    every: int = 100
+    fragments: int = 4
+    overlap: int = 1
+    mixing: float = 0.5
+    lr: float = 0.4
+    momentum: float = 0.9
+    compressor: Compressor = field(default=Quantize(4), kw_only=True)
+    name: ClassVar[str] = "streaming-diloco"
+
+    def recipe(self) -> LocalRecipe:
+        return LocalRecipe(
+            str(self),
+            Fixed(self.compressor),
+            NoFeedback(),
+            every=self.every,
+            outer=OuterSGD(self.lr, self.momentum, nesterov=self.momentum > 0),
+            fragments=self.fragments,
+            overlap=self.overlap,
+            mixing=self.mixing,
+        )
+
+
+LOCAL = (AdamUpdate, LocalSGD, PostLocalSGD, DiLoCo, SparseLoCo, StreamingDiLoCo)
+
+
 class _Methods(Kind[NamedMethod]):
     def knows(self, spec: str) -> bool:
         if not super().knows(spec):
@@ -213,7 +473,7 @@ class _Methods(Kind[NamedMethod]):
 
 
 METHODS = _Methods("method", "methods", NamedMethod, "dgc:0.001", beside=COMPRESSORS)
-METHODS.add(DeepGradientCompression, SignSGD, Signum, EFSignSGD, OneBitSGD, BitQSGD)
+METHODS.add(DeepGradientCompression, SignSGD, Signum, EFSignSGD, OneBitSGD, BitQSGD, *LOCAL)
 # Compressors that are methods by themselves.
 _PLAIN = (PowerSGD(2), ARCTopK(0.2), TopK(0.01), OneBit(), TernGrad(), Natural())
 
@@ -261,11 +521,14 @@ def list_methods() -> dict[str, str]:
 
 def usages() -> dict[str, MethodLine]:
     """Every method by its name: how it is written, made of what, doing what."""
-    named = (DeepGradientCompression(), SignSGD(), Signum(), EFSignSGD(), OneBitSGD(), BitQSGD(4))
+    gradients = (DeepGradientCompression(), SignSGD(), Signum(), EFSignSGD(), OneBitSGD())
+    named: tuple[NamedMethod, ...] = (*gradients, BitQSGD(4), *(each() for each in LOCAL))
     found = {}
     for method in named:
         recipe = method.recipe()
         parts = f"{recipe.compressor} + {recipe.feedback}, {recipe.collective}"
+        if isinstance(recipe, LocalRecipe):
+            parts += f", every {plural(recipe.every, 'step')}"
         written = "qsgd:BITSbit" if isinstance(method, BitQSGD) else usage(type(method))
         found[method.name] = MethodLine(written, parts, first_line(method))
     for compressor in _PLAIN:

@@ -16,6 +16,7 @@ from thinwire.torch_internals import common_device
 
 ROUND = 1 << 28  # bytes that all ranks together send at once, and the first one holds twice
 LEAST = 1 << 16  # bytes that a rank sends at once
+LENGTH = 8  # bytes that say how long the text of a state is
 
 
 class GatherStates(Exchange):
@@ -82,6 +83,32 @@ class GatherStates(Exchange):
 
     def finish(self) -> None:
         self.states = self._found
+
+
+def state_to_bytes(state: Any) -> Tensor:
+    """What `GatherStates` takes, as bytes in the host's memory; read by `state_from_bytes`."""
+    tensors: list[Tensor] = []
+    text = json.dumps(_written(state, tensors, "")).encode()
+    head = bytearray(len(text).to_bytes(LENGTH, "little") + text)
+    pieces = [piece.cpu() for piece in _stretch(tensors, 0, sum(t.nbytes for t in tensors))]
+    return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *pieces])
+
+
+def state_from_bytes(data: Tensor) -> Any:
+    """The state that was written as these bytes; what follows it is not looked at."""
+    if data.numel() < LENGTH:
+        raise ValueError(f"not a state: only {data.numel()} bytes")
+    begin = LENGTH + int.from_bytes(bytes(data[:LENGTH].numpy()), "little")
+    tree = json.loads(bytes(data[LENGTH:begin].numpy()))
+    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in _kinds(tree)]
+    total = sum(tensor.nbytes for tensor in tensors)
+    if data.numel() - begin < total:
+        raise ValueError(f"not a whole state: {total - data.numel() + begin} bytes are missing")
+    rooms = _stretch(tensors, 0, total)
+    parts = data[begin : begin + total].split([r.numel() for r in rooms])
+    for room, part in zip(rooms, parts, strict=True):
+        room.copy_(part)
+    return _restored(tree, tensors)
 
 
 # A tree in JSON: what JSON has not is a list that begins with a word.

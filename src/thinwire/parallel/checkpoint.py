@@ -21,12 +21,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from thinwire.collectives.channel import process_group
+from thinwire.collectives.numbers import GatherNumbers
+from thinwire.collectives.states import state_from_bytes, state_to_bytes
 from thinwire.compressors import JointCompressor
 from thinwire.parallel.wire import VERSION, Wire
-from thinwire.reducer.saved_state import whose
+from thinwire.reducer.saved_state import gathered, whose
+from thinwire.torch_internals import common_device
 
 HALF = 1 << 32
 RANKS = "thinwire_ranks"
+LOCAL = "thinwire_local"
 
 
 class Checkpoint:
@@ -151,14 +156,53 @@ class Checkpoint:
         """How many ranks the checkpoint comes from; as many as there are now, if none is given."""
         if self._path is None:
             return dist.get_world_size(self._group)
+        return self._saved_size(RANKS)[0]
+
+    def _saved_size(self, wanted: str) -> torch.Size:
+        """Of a tensor in the checkpoint."""
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         entries = FileSystemReader(self._path).read_metadata().state_dict_metadata
         for key, entry in entries.items():
-            if key == RANKS or key.endswith(f".{RANKS}"):
-                size: int = entry.size[0]  # type: ignore[union-attr]
+            if key == wanted or key.endswith(f".{wanted}"):
+                size: torch.Size = entry.size  # type: ignore[union-attr]
                 return size
-        raise ValueError(f"{self._path} holds no state of a wire")
+        raise ValueError(f"{self._path} holds no state of a {type(self._wire).__name__}")
+
+
+class LocalCheckpoint(Checkpoint):
+    """The same for local steps, see `LocalSteps.stateful`: all that a rank needs, its parameters
+    and its optimizer's state too, as one row of bytes.
+
+    thinwire_ranks    [ranks]             1 each
+    thinwire_local    [ranks, bytes]      the states of the ranks
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._path is None:
+            own = state_to_bytes(self._wire.state_dict())
+            options = self._wire._reducer.options
+            device = common_device(process_group(self._group))
+            lengths = GatherNumbers([own.numel()], "lengths of states", device, options)
+            lengths.start()
+            length = int(max(row[0] for row in lengths.rows))
+            row = own.new_zeros(1, length)
+            row[0, : own.numel()] = own
+            saved = dist.get_world_size(self._group)
+        else:
+            saved, length = self._saved_size(LOCAL)
+            row = torch.zeros(1, length, dtype=torch.uint8)
+        state: dict[str, Any] = {RANKS: self._sharded(torch.ones(1, dtype=torch.int64), saved)}
+        same = saved == dist.get_world_size(self._group)
+        state[LOCAL] = self._sharded(row, saved) if same else row.expand(saved, length).clone()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rows = state[LOCAL]
+        if isinstance(rows, DTensor):
+            self._wire.load_state_dict(state_from_bytes(rows.to_local()[0]))
+        else:
+            self._wire.load_state_dict(gathered([state_from_bytes(row) for row in rows]))
 
 
 def _layout(names: list[str], table: list[list[int]]) -> list[list[str]]:

@@ -11,7 +11,7 @@ from thinwire import check
 from thinwire.collectives.options import Group, NodesGiven, Options, Timeout
 from thinwire.compressors import Compressor
 from thinwire.feedback import DGC, Feedback, Vote
-from thinwire.methods import NamedMethod, Recipe, method_of
+from thinwire.methods import LocalRecipe, NamedMethod, Recipe, method_of
 from thinwire.parallel.momentum import with_momentum
 from thinwire.policies.base import ByName, Fixed, Policy, TensorInfo, policy_of
 from thinwire.reducer.units import UnitReducer
@@ -88,6 +88,11 @@ class Configuration:
         method = method_of(compressor)
         recipe = None if method is None else method.recipe()
         given: Any = compressor
+        if isinstance(recipe, LocalRecipe):
+            raise ValueError(
+                f"{recipe.name} exchanges what the optimizer has done, not gradients: use "
+                f"tw.LocalSteps(model, optimizer, {recipe.name!r})"
+            )
         if recipe is not None:
             if feedback != "auto":
                 raise ValueError(f"{recipe.name} has a feedback of its own, got {feedback!r}")

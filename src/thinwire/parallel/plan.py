@@ -12,9 +12,7 @@ from thinwire.compressors import Compressor, JointCompressor
 
 GRANULARITIES = ("bucket", "tensor")
 # Bytes of uncompressed tensors that are worth an exchange before the last bucket.
-DENSE_ENOUGH = (
-    1 << 20
-)  # bytes of uncompressed tensors that are worth an exchange before the last bucket
+DENSE_ENOUGH = 1 << 20
 
 
 class Piece(NamedTuple):

@@ -1,7 +1,7 @@
 """What a wire knows, whoever drives it: the hook of DDP, or a loop of one's own (`Reducer`)."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
@@ -172,7 +172,7 @@ class Wire:
         """
         configuration, reducer = self._configuration, self._reducer
         known, like = {**self._tensors, **tensors}, {**self._parameters, **parameters}
-        chosen_for = configuration.chosen_for(known.values())
+        chosen_for = self._chosen_for(list(known.values()))
         policy = configuration.policy_of(tensor.name for tensor in chosen_for)
         configuration.check(policy)
         choices = choices_of(
@@ -191,6 +191,10 @@ class Wire:
             reducer.decide(policy.main)
         self._choices, self._tensors, self._parameters = choices, known, like
         self._log_choices(tensors)
+
+    def _chosen_for(self, tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
+        """The tensors that a policy chooses for; all others are sent uncompressed."""
+        return self._configuration.chosen_for(tensors)
 
     def _compile_for(self, policy: Policy, tensors: Iterable[Tensor]) -> None:
         """Have all kernels compiled that training may need: not in the first step."""

@@ -1,0 +1,974 @@
+"""Local steps: optimizers work alone, and now and then the ranks agree on common parameters.
+
+    each step       theta = optimizer(theta, this rank's own gradients)
+    each round      D     = mean over ranks of C(Theta - theta)
+                    Theta = outer(Theta, D)
+                    theta = Theta, or a mixture of both
+
+Theta are the parameters that all ranks hold, theta those that a rank trains. What is exchanged is
+what the optimizer has done, so it needs to know nothing of compression. Rounds of one step are
+compressed updates; longer ones are local SGD, DiLoCo and their relatives, which `thinwire.methods`
+has recipes of.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from thinwire import check
+from thinwire.collectives.allgather import broadcast
+from thinwire.collectives.options import Group, NodesGiven, Timeout
+from thinwire.errors import ReplicaError, ThinwireWarning
+from thinwire.feedback import DGC, Feedback, Vote
+from thinwire.formatting import plural, show_bytes
+from thinwire.methods import LocalRecipe, LocalSGD, OuterSGD, method_of
+from thinwire.optim.base import ExchangingOptimizer
+from thinwire.parallel.averaging import AverageHandle, AveragingStep, AveragingWire
+from thinwire.parallel.configuration import CompressorGiven, Configuration, Scaler
+from thinwire.parallel.ddp import hook_of
+from thinwire.parallel.model import described, parameter_names
+from thinwire.parallel.plan import GRANULARITIES
+from thinwire.parallel.replicas import ReplicaCheck
+from thinwire.parallel.stats import Stats, stats_of
+from thinwire.parallel.wire import Scalars
+from thinwire.policies.base import TensorInfo
+from thinwire.policies.schedule import Warmup
+from thinwire.reducer.saved_state import required, states_to_load
+from thinwire.torch_internals import is_dtensor, is_fsdp1, uncompiled
+
+if TYPE_CHECKING:
+    from thinwire.parallel.checkpoint import LocalCheckpoint
+
+log = logging.getLogger("thinwire")
+PROGRESS = "(progress)"  # a tensor that says which ranks have worked, and which have finished
+BUFFER = "(buffer) "  # before the name of a buffer
+LOCAL_KEYS = (
+    *("inner_steps", "since", "skipped", "shared", "outer", "parameters", "buffers", "inner"),
+    "round",
+)
+
+OuterGiven = OuterSGD | Callable[[list[Tensor]], Optimizer]
+
+
+class LocalStats(Stats):
+    """What `LocalSteps.stats` returns: that of a wire, whose steps are exchanges, and more.
+
+    Keys:
+        inner_steps: steps of the optimizer, taken or skipped by a GradScaler.
+        rounds: times that all parameters have been exchanged.
+        skipped_rounds: exchanges that were left out because something was not finite.
+        bytes_per_inner_step, bytes_per_round: that this rank sent.
+    """
+
+    inner_steps: int
+    rounds: float
+    skipped_rounds: int
+    bytes_per_inner_step: float
+    bytes_per_round: float
+
+
+class LocalSteps(AveragingWire):
+    """Trains a model with optimizer steps of each rank's own, and exchanges what they have done.
+
+    The training loop stays as it is: after every `every` calls of ``optimizer.step()`` the
+    difference between the common parameters and this rank's is averaged over the ranks,
+    compressed, and all ranks go on from the same parameters. Gradients are not exchanged at all: a
+    DistributedDataParallel model is kept from it until `detach`.
+
+    All ranks call ``finish()`` when they have no more data (or use this as a context manager, which
+    does so): it brings the last round home, and ranks that have more data than others are not left
+    alone. The optimizer's own state (moments) stays with each rank.
+
+    Errors come out of ``optimizer.step()``; parameters and residuals are then as before the
+    exchange.
+
+    Args:
+        model: a module, or one in DistributedDataParallel. Ranks that come with different
+            parameters start from those of the first rank of the group.
+        optimizer: that trains it; or several, which all step once in each step, the last of them
+            at its end.
+        compressor: of the differences: as for `thinwire.attach`, or one of the methods for local
+            steps or its spec ("adam-update", "diloco", "sparseloco:every=30", see `thinwire
+            methods`), which brings the settings below with it, as far as they are not given.
+        every: steps in a round; 1 by default.
+        outer: how the common parameters are moved by the mean difference: a `thinwire.OuterSGD`, or
+            a function from a list of tensors to a torch optimizer (that of the tensors; one for
+            each fragment); by default they are the average of the ranks' parameters.
+        warmup: steps at the beginning after each of which all is averaged, uncompressed.
+        fragments: parts of the model that are exchanged one after the other, each once in `every`
+            steps.
+        overlap: steps that go on while an exchange is under way.
+        mixing: share of the local parameters that stays when the common ones arrive.
+        average: "world" or "senders", as for `thinwire.Reducer`.
+        feedback, collective, nodes, max_bytes, timeout, seed: as for `thinwire.attach`.
+        granularity: "tensor" compresses each tensor by itself, "bucket" all that are exchanged
+            together as one.
+        min_numel: tensors with fewer than two dimensions or with fewer elements are sent
+            uncompressed.
+        exclude: patterns of names of parameters that are sent uncompressed.
+        scaler: the GradScaler, if there is one. It may skip a step on one rank alone: then that
+            counts as a step in which nothing has changed.
+        group: a process group; by default that of a DDP model, or the default one.
+        check_every: compare the common parameters of all ranks every so many exchanges; 0 for
+            never.
+        measure_every: exchanges between two measurements of the compression error; 0 for never.
+
+    Attributes:
+        step: exchanges so far.
+        inner_steps: steps of the optimizer so far.
+        outer: the outer optimizers, one for each fragment, from the first step on; none for
+            averages.
+
+    Example:
+        with tw.LocalSteps(model, optimizer, "diloco:every=100"):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+    """
+
+    _all_or_nothing = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        compressor: CompressorGiven = "none",
+        *,
+        every: int | None = None,
+        outer: OuterGiven | None = None,
+        warmup: int | None = None,
+        fragments: int | None = None,
+        overlap: int | None = None,
+        mixing: float | None = None,
+        average: str | None = None,
+        feedback: Feedback | str = "auto",
+        granularity: str = "tensor",
+        collective: str = "auto",
+        nodes: NodesGiven = None,
+        min_numel: int = 1024,
+        exclude: str | Sequence[str] = (),
+        scaler: Scaler | None = None,
+        group: Group = None,
+        max_bytes: int | str | None = None,
+        timeout: Timeout = None,
+        seed: int = 0,
+        check_every: int = 0,
+        measure_every: int = 10,
+    ) -> None:
+        self._optimizers = _checked_optimizers(optimizer)
+        self._model = _checked_model(model)
+        ddp = self._model if isinstance(self._model, DistributedDataParallel) else None
+        self._live = _trained(self._model, self._optimizers)
+        module: nn.Module = self._model if ddp is None else ddp.module
+        self._buffers = {
+            name.replace("_orig_mod.", ""): buffer
+            for name, buffer in module.named_buffers()
+            if buffer.is_floating_point()
+        }
+        if granularity not in GRANULARITIES:
+            known = " or ".join(map(repr, GRANULARITIES))
+            raise ValueError(f"granularity must be {known}, got {granularity!r}")
+        self._together = granularity == "bucket"
+        given = {
+            "every": every,
+            "warmup": warmup,
+            "fragments": fragments,
+            "overlap": overlap,
+            "mixing": mixing,
+            "average": average,
+        }
+        recipe, chooser = _recipe_of(compressor, given, feedback)
+        if recipe is not None:
+            feedback = recipe.feedback
+            collective = recipe.collective if collective == "auto" else collective
+        self._settings = recipe or _plain_recipe(given)
+        self._outer_given: OuterGiven = _checked_outer(
+            self._settings.outer if outer is None else outer
+        )
+        self.outer: list[Optimizer] = []
+        super().__init__(
+            Configuration.of(
+                chooser,
+                ddp.process_group if group is None and ddp is not None else group,
+                feedback=feedback,
+                collective=collective,
+                nodes=nodes,
+                min_numel=min_numel,
+                exclude=exclude,
+                scaler=None,
+                optimizer=None,
+                seed=seed,
+                max_bytes=max_bytes,
+                timeout=timeout,
+                check_every=check_every,
+                measure_every=measure_every,
+            )
+        )
+        _check_feedback(self._reducer.feedback)
+        self._configuration.check_exclude(self._live, "parameter")
+        if self._settings.warmup:
+            self._warm_up()
+        self._fragments = _dealt(self._live, self._buffers, self._settings.fragments)
+        self._learn(module)
+        self.inner_steps = 0
+        self._since = 0  # the last exchange began
+        self._skipped = 0
+        self._finished = False
+        self._shared: dict[str, Tensor] = {}  # Theta, from the first step on
+        self._differences: dict[str, Tensor] = {}  # scratch buffers
+        self._round: Round | None = None
+        self._removals: list[Callable[[], None]] = []
+        self._connect(ddp, scaler)
+
+    # Coming to a model and leaving it.
+
+    def _warm_up(self) -> None:
+        configuration = self._configuration
+        policy = configuration.policy_of(self._live)
+        self._configuration = replace(configuration, chooser=Warmup(self._settings.warmup, policy))
+
+    def _learn(self, module: nn.Module) -> None:
+        """Choose for all tensors, and have compiled what that takes."""
+        infos = described(module, cast("dict[str, nn.Parameter]", self._live))
+        tensors = {n: info._replace(dtype=_wide(info.dtype)) for n, info in infos.items()}
+        likes = {name: _like(p) for name, p in self._live.items()}
+        for name, buffer in self._buffers.items():
+            likes[BUFFER + name] = _like(buffer)
+        likes[PROGRESS] = torch.zeros(2, device=next(iter(self._live.values())).device)
+        for name, like in likes.items():
+            tensors.setdefault(name, TensorInfo(name, like.shape, like.dtype))
+        self._learn_tensors(tensors, likes)
+
+    def _chosen_for(self, tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
+        return super()._chosen_for([tensor for tensor in tensors if tensor.name in self._live])
+
+    def _connect(self, ddp: DistributedDataParallel | None, scaler: Scaler | None) -> None:
+        for optimizer in self._optimizers:
+            self._removals.append(optimizer.register_step_pre_hook(self._before_step).remove)
+        last = self._optimizers[-1]
+        self._removals.append(last.register_step_post_hook(self._after_step).remove)
+        if ddp is not None:
+            self._removals += _without_exchange(ddp)
+            log.info(
+                "DDP's own exchange of gradients is switched off: LocalSteps exchanges what the "
+                "optimizer has done"
+            )
+        if scaler is not None:
+            self._removals.append(self._count_attempts(scaler))
+
+    def _count_attempts(self, scaler: Any) -> Callable[[], None]:
+        """A step that the scaler skips on this rank is a step all the same: others take it."""
+        original = scaler.step
+
+        def step(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
+            before = self.inner_steps
+            result = original(optimizer, *args, **options)
+            if optimizer is self._optimizers[-1] and self.inner_steps == before:
+                self._before_step()
+                self._after_step()
+            return result
+
+        scaler.step = step
+        return lambda: delattr(scaler, "step")
+
+    def __repr__(self) -> str:
+        state = "detached" if self._detached else f"{self.inner_steps} steps"
+        return (
+            f"<thinwire local steps: {self._reducer!r}, {len(self._live)} tensors, every "
+            f"{self._settings.every}, {state}>"
+        )
+
+    def __enter__(self) -> "LocalSteps":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        self.detach()
+
+    def detach(self) -> None:
+        """Leave the model: the optimizer's steps are no longer followed, and a DDP model exchanges
+        its gradients again.
+
+        Parameters stay as they are on this rank: call `finish` before, on all ranks, for common
+        ones.
+        """
+        if self._detached:
+            return
+        super().detach()
+        for remove in reversed(self._removals):
+            remove()
+        self._removals = []
+
+    # Steps.
+
+    def _before_step(self, *_: Any) -> None:
+        if not self._shared:
+            with torch.no_grad():
+                self._start()
+
+    def _after_step(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.inner_steps += 1
+            self._since += 1
+            self._finished = False
+            if self._round is not None and self.inner_steps >= self._round.due:
+                self._land()
+            if self._since >= self._period:
+                self._exchange(self._settings.overlap)
+
+    @property
+    def _warm(self) -> bool:
+        """Whether the next exchange is one of the warm-up."""
+        return self.step < self._settings.warmup
+
+    @property
+    def _period(self) -> int:
+        """Steps from the last exchange to the next."""
+        return 1 if self._warm else self._settings.every // self._settings.fragments
+
+    @property
+    def _fragment(self) -> int:
+        """That the next exchange is of. All ranks have had as many exchanges, if not steps."""
+        return (self.step - self._settings.warmup) % len(self._fragments)
+
+    def _start(self) -> None:
+        """All ranks begin with the same parameters."""
+        tensors = {**self._live, **{BUFFER + n: b for n, b in self._buffers.items()}}
+        options = self._reducer.options
+        try:
+            ReplicaCheck(tensors, options).start()
+        except ReplicaError:
+            log.info("ranks came with different parameters: all take those of the first rank")
+            self._take_first(list(tensors.values()))
+        self._agree({name: p.detach().to(_wide(p.dtype)) for name, p in self._live.items()})
+
+    def _take_first(self, tensors: list[Tensor]) -> None:
+        options = self._reducer.options
+        first = dist.get_global_rank(options.group or dist.group.WORLD, 0)  # type: ignore[arg-type]
+        for dtype in sorted({t.dtype for t in tensors}, key=str):
+            own = [t for t in tensors if t.dtype == dtype]
+            flat = torch.cat([t.detach().reshape(-1) for t in own])
+            broadcast(flat, "none", src=first, group=options.group, timeout=options.timeout)
+            for t, part in zip(own, flat.split([t.numel() for t in own]), strict=True):
+                t.copy_(part.view_as(t))
+
+    def _agree(self, parameters: Mapping[str, Tensor]) -> None:
+        """Have these as common parameters, with outer optimizers that know nothing yet."""
+        self._shared = {name: p.clone() for name, p in parameters.items()}
+        self.outer = []
+        given = self._outer_given
+        if isinstance(given, OuterSGD):
+            if given.averages:
+                return
+            make: Callable[[list[Tensor]], Optimizer] = _sgd_of(given)
+        else:
+            make = given
+        for fragment in self._fragments:
+            own = [self._shared[name] for name in fragment.parameters]
+            made = make(own)
+            _check_outer(made, own)
+            self.outer.append(made)
+
+    def _exchange(self, overlap: int, finishing: bool = False) -> None:
+        """Begin an exchange; unless it overlaps, end it."""
+        if self._round is not None:
+            self._land()
+        warm, fragment = self._warm, self._fragment
+        parts = self._fragments if warm else self._fragments[fragment : fragment + 1]
+        tensors: dict[str, Tensor] = {}
+        for part in parts:
+            for name in part.parameters:
+                tensors[name] = self._difference(name)
+            for name in part.buffers:
+                tensors[BUFFER + name] = self._buffers[name].detach().clone()
+        progress = [float(self._since > 0), float(finishing)]
+        tensors[PROGRESS] = torch.tensor(progress, device=tensors[next(iter(tensors))].device)
+        since, self._since = self._since, 0
+        overlap = 0 if warm or finishing else overlap
+        try:
+            handle = self._average(tensors, together=self._together, async_op=True)
+            due = self.inner_steps + overlap
+            self._round = Round(tensors, due, None if warm else fragment, handle)
+            if not overlap:
+                self._land()
+        except BaseException:
+            self._since = since
+            raise
+
+    def _difference(self, name: str) -> Tensor:
+        shared, own = self._shared[name], self._live[name].detach()
+        if name not in self._differences:
+            self._differences[name] = torch.empty_like(shared)
+        return torch.sub(shared, own, out=self._differences[name])
+
+    def _land(self) -> None:
+        """Wait for the exchange under way, and go on with what it came to."""
+        landed, self._round = self._round, None
+        assert landed is not None
+        try:
+            landed.wait()
+        except BaseException:
+            if not landed.ended:
+                self._differences = {}  # these still belong to the exchange
+            raise
+        size = dist.get_world_size(self._reducer.options.group)
+        worked, finished = (round(float(x) * size) for x in landed.tensors[PROGRESS])
+        self._all_finished = finished == size
+        if not landed.finite:
+            self._skip(landed)
+            return
+        parts = self._fragments if landed.fragment is None else [self._fragments[landed.fragment]]
+        # Those that had nothing to do have moved nothing: the others' average is what counts.
+        scale = size / worked if worked and self._settings.average == "world" else 1.0
+        plain = landed.fragment is None or worked == 0 or not self.outer
+        for part in parts:
+            for name in part.parameters:
+                if scale != 1:
+                    landed.tensors[name].mul_(scale)
+                if plain:
+                    self._shared[name].sub_(landed.tensors[name])
+                else:
+                    self._shared[name].grad = landed.tensors[name]
+        if not plain:
+            assert landed.fragment is not None
+            self.outer[landed.fragment].step()
+        mixing = 0.0 if landed.fragment is None else self._settings.mixing
+        for part in parts:
+            for name in part.parameters:
+                self._shared[name].grad = None
+                _move(self._live[name], self._shared[name], mixing)
+            for name in part.buffers:
+                _move(self._buffers[name], landed.tensors[BUFFER + name], mixing)
+
+    def _skip(self, landed: "Round") -> None:
+        """Something was not finite: all ranks go back to the last common parameters."""
+        self._skipped += 1
+        warnings.warn(
+            "LocalSteps: parameters of a rank hold NaN or infinity; all ranks go back to the "
+            "parameters of the round before. A rank whose optimizer holds NaN will bring it again",
+            ThinwireWarning,
+            stacklevel=2,
+        )
+        for name in landed.tensors:
+            if name in self._shared:
+                _move(self._live[name], self._shared[name], 0.0)
+
+    def finish(self) -> None:
+        """This rank has no more data: end with common parameters. All ranks call this.
+
+        A rank with less data than others takes part in their exchanges until they have finished
+        too. Training may go on afterwards.
+        """
+        if self._detached:
+            raise ValueError("these local steps are detached: there is nothing to finish")
+        with torch.no_grad():
+            if not self._shared:
+                self._start()
+            left = None
+            while left is None or left > 0:
+                warm = self._warm
+                self._exchange(0, finishing=True)
+                if self._all_finished:
+                    # From the first exchange that finds everybody here, each fragment once.
+                    left = (1 if warm else len(self._fragments)) if left is None else left
+                    left -= 1
+            if self._configuration.check_every:
+                ReplicaCheck(self._live, self._reducer.options).start()
+        self._finished = True
+
+    @contextmanager
+    def common_parameters(self) -> Iterator[None]:
+        """The model has the parameters that all ranks hold, for an evaluation in the middle of a
+        round; afterwards again this rank's own."""
+        own = {name: p.detach().clone() for name, p in self._live.items() if self._shared}
+        with torch.no_grad():
+            for name in own:
+                _move(self._live[name], self._shared[name], 0.0)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, values in own.items():
+                    self._live[name].copy_(values)
+
+    def _check_averages(self, step: AveragingStep, tensors: Mapping[str, Tensor]) -> None:
+        every = self._configuration.check_every
+        if every and self.step % every == 0:
+            check = ReplicaCheck(self._shared, self._reducer.options, driver=step)
+            step.follow(check.start(async_op=True), set())
+
+    # Figures.
+
+    def stats(self) -> LocalStats:
+        """Bytes, seconds and errors so far, as of a wire whose steps are exchanges; with the
+        optimizer's steps, and bytes for each of them and for each round."""
+        return self._with_rounds(stats_of(self))
+
+    def _with_rounds(self, stats: Stats) -> LocalStats:
+        sent = stats["total"]["bytes_sent"]
+        warm = min(self.step, self._settings.warmup)
+        rounds = warm + (self.step - warm) / len(self._fragments)
+        return {
+            **stats,
+            "inner_steps": self.inner_steps,
+            "rounds": rounds,
+            "skipped_rounds": self._skipped,
+            "bytes_per_inner_step": sent / max(1, self.inner_steps),
+            "bytes_per_round": sent / rounds if rounds else 0.0,
+        }
+
+    def summary(self, rows: int = 20) -> str:
+        """The same as a table: the `rows` tensors that sent most, and the total; a step in it is an
+        exchange."""
+        return f"{super().summary(rows)}\n{self._in_rounds()}"
+
+    def explain(self) -> str:
+        """In plain words: what is sent when and how, why, and what it brings."""
+        settings = self._settings
+        count = sum(p.numel() for p in self._live.values())
+        words = [
+            f"Each rank takes {plural(settings.every, 'optimizer step')} of its own, then what "
+            f"they have done to {count:,} elements is averaged"
+        ]
+        if settings.fragments > 1:
+            words.append(f"in {settings.fragments} fragments, one after the other")
+        if settings.overlap:
+            words.append(
+                f"while {plural(settings.overlap, 'more step')} go on "
+                f"(of which {settings.mixing:.0%} stays)"
+            )
+        if settings.average == "senders":
+            words.append("over the ranks that sent each element")
+        outer = self._outer_given
+        if not isinstance(outer, OuterSGD):
+            words.append("and the outer optimizer that was given takes a step with it")
+        elif not outer.averages:
+            words.append(f"and taken as a gradient by {outer}")
+        lines = [", ".join(words) + "."]
+        if settings.warmup:
+            lines.append(
+                f"In the first {settings.warmup} steps all is averaged after each step, "
+                "uncompressed."
+            )
+        kept = sum(t.nbytes for t in (*self._shared.values(), *self._differences.values()))
+        kept += sum(
+            value.nbytes
+            for optimizer in self.outer
+            for entry in optimizer.state.values()
+            for value in entry.values()
+            if isinstance(value, Tensor)
+        )
+        if kept:
+            lines.append(
+                f"Common parameters, differences and the outer optimizer take {show_bytes(kept)} "
+                "beside the residuals."
+            )
+        lines += [super().explain(), self._in_rounds()]
+        return "\n".join(lines)
+
+    def _in_rounds(self) -> str:
+        found = self._with_rounds(stats_of(self, norms=False))
+        return (
+            f"{plural(self.inner_steps, 'optimizer step')}, {found['rounds']:.4g} rounds: "
+            f"{show_bytes(found['bytes_per_inner_step'])} sent per optimizer step, "
+            f"{show_bytes(found['bytes_per_round'])} per round"
+        )
+
+    def _write(self, writer: Scalars) -> None:
+        super()._write(writer)
+        found = self._with_rounds(stats_of(self, norms=False))
+        for name in ("inner_steps", "bytes_per_inner_step", "bytes_per_round"):
+            writer.add_scalar(f"thinwire/{name}", float(found[name]), self.step)
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on later as if nothing had happened, also from the middle of
+        a round: its parameters and buffers, the common ones, the states of the optimizer and the
+        outer optimizer, and what a wire keeps. Every rank saves its own.
+
+        An exchange that is under way is waited for.
+        """
+        if self._round is not None:
+            self._round.wait()
+        return {
+            **super().state_dict(),
+            "local": {
+                "inner_steps": self.inner_steps,
+                "since": self._since,
+                "skipped": self._skipped,
+                "shared": dict(self._shared),
+                "outer": [optimizer.state_dict() for optimizer in self.outer],
+                "parameters": {name: p.detach() for name, p in self._live.items()},
+                "buffers": {name: b.detach() for name, b in self._buffers.items()},
+                "inner": [optimizer.state_dict() for optimizer in self._optimizers],
+                "round": None if self._round is None else self._round.state(),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` or `gathered_state_dict` was taken: this sets the model's
+        parameters and the optimizer's state too.
+
+        Args:
+            state: of this rank, or a gathered one. Of another number of ranks: each goes on from
+                the mean of their parameters and residuals, with the optimizer state of one of them.
+
+        Raises:
+            ValueError: it is the state of another rank, or does not fit; nothing has changed.
+        """
+        who = type(self).__name__
+        group = self._reducer.options.group
+        states = states_to_load(who, state, group, ("step", "version"))
+        for one in states:
+            required(who, one, ("local",))
+            required(who, one["local"], LOCAL_KEYS)
+            self._check_local(one["local"])
+        own = states[dist.get_rank(group) % len(states)]["local"]
+        first = states[0]["local"]
+        super().load_state_dict(state)
+        with torch.no_grad():
+            self.inner_steps, self._since = first["inner_steps"], first["since"]
+            self._skipped, self._differences = first["skipped"], {}
+            for kind, live in (("parameters", self._live), ("buffers", self._buffers)):
+                for name, tensor in live.items():
+                    found = [one["local"][kind][name] for one in states]
+                    tensor.copy_(found[0] if len(found) == 1 else _mean(found).to(tensor))
+            for optimizer, kept in zip(self._optimizers, own["inner"], strict=True):
+                optimizer.load_state_dict(kept)
+            self._shared, self.outer, self._round = {}, [], None
+            if first["shared"]:
+                self._agree({n: first["shared"][n].to(p.device) for n, p in self._live.items()})
+                for optimizer, kept in zip(self.outer, first["outer"], strict=True):
+                    optimizer.load_state_dict(kept)
+            if first["round"] is not None:
+                self._round = Round.of(first["round"], self._live)
+
+    def _check_local(self, local: Mapping[str, Any]) -> None:
+        """Refuse what does not fit this model, these optimizers and these settings."""
+        who = type(self).__name__
+        for key in ("inner_steps", "since", "skipped"):
+            check.whole(who, key, local[key], 0)
+        for kind, live in (("parameters", self._live), ("buffers", self._buffers)):
+            _check_alike(f"{who}: {kind}", local[kind], live)
+        if local["shared"]:
+            _check_alike(f"{who}: shared", local["shared"], self._live)
+        for kind, count in (("inner", len(self._optimizers)), ("outer", self._outers)):
+            listed = isinstance(local[kind], list | tuple)
+            if not listed or (len(local[kind]) != count and (kind == "inner" or local["shared"])):
+                raise ValueError(f"{who}: the state is not one of {plural(count, kind)} optimizers")
+        for optimizer, kept in zip(self._optimizers, local["inner"], strict=True):
+            required(f"{who}: inner", kept, ("state", "param_groups"))
+            sizes = [len(group["params"]) for group in kept["param_groups"]]
+            if sizes != [len(group["params"]) for group in optimizer.param_groups]:
+                raise ValueError(f"{who}: the optimizer has other parameters than the saved one")
+        if local["round"] is not None:
+            required(f"{who}: round", local["round"], ("tensors", "due", "fragment", "finite"))
+
+    @property
+    def _outers(self) -> int:
+        """How many outer optimizers there are once training has begun."""
+        given = self._outer_given
+        return 0 if isinstance(given, OuterSGD) and given.averages else len(self._fragments)
+
+    def stateful(self, path: Any = None) -> "LocalCheckpoint":
+        """These local steps for torch.distributed.checkpoint: ``dcp.save({"local":
+        local.stateful()}, ...)``, and ``dcp.load({"local": local.stateful(path)}, ...)``.
+
+        It holds this rank's parameters and optimizer state too, which differ between ranks.
+
+        Args:
+            path: of the checkpoint, for loading: what is to be loaded is as large as it says there.
+                Torch's list of what it holds is read, which is a pickle: it can run code, so load
+                only what you trust.
+        """
+        from thinwire.parallel.checkpoint import LocalCheckpoint
+
+        return LocalCheckpoint(self, path)
+
+
+@dataclass
+class Round:
+    """An exchange, from its beginning until the model goes on with what it came to.
+
+    Args:
+        tensors: by name: differences, buffers, and the progress; averages when it has ended.
+        due: the optimizer step at which the model goes on with it.
+        fragment: it is of; None for all of them, averaged.
+        handle: of the exchange; None for one that was loaded.
+        loaded_finite: whether that was finite.
+    """
+
+    tensors: dict[str, Tensor]
+    due: int
+    fragment: int | None
+    handle: AverageHandle | None
+    loaded_finite: bool = True
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], live: Mapping[str, Tensor]) -> "Round":
+        device = next(iter(live.values())).device
+        tensors = {name: tensor.to(device).clone() for name, tensor in state["tensors"].items()}
+        return cls(tensors, state["due"], state["fragment"], None, bool(state["finite"]))
+
+    def state(self) -> dict[str, Any]:
+        """Of one that has ended."""
+        return {
+            "tensors": dict(self.tensors),
+            "due": self.due,
+            "fragment": self.fragment,
+            "finite": self.finite,
+        }
+
+    def wait(self) -> None:
+        if self.handle is not None:
+            self.handle.wait()
+
+    @property
+    def ended(self) -> bool:
+        return self.handle is None or self.handle.is_completed()
+
+    @property
+    def finite(self) -> bool:
+        return self.loaded_finite if self.handle is None else self.handle.step.all_finite()
+
+
+@dataclass
+class Fragment:
+    """Names of parameters and buffers that are exchanged together."""
+
+    parameters: list[str]
+    buffers: list[str]
+
+
+# What was given.
+
+
+def _checked_optimizers(given: Any) -> list[Optimizer]:
+    optimizers = list(given) if isinstance(given, list | tuple) else [given]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            got = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+            raise TypeError(f"optimizer must be a torch optimizer, or a list of them, got {got}")
+        if isinstance(optimizer, ExchangingOptimizer):
+            raise TypeError(
+                f"{type(optimizer).__name__} exchanges by itself: use one of torch's optimizers"
+            )
+        if any("ZeroRedundancy" in each.__name__ for each in type(optimizer).__mro__):
+            raise TypeError(
+                "ZeroRedundancyOptimizer divides the parameters among the ranks, and local steps "
+                "need an optimizer that moves all of them on each rank"
+            )
+    if not optimizers:
+        raise ValueError("optimizer: an empty list")
+    return optimizers
+
+
+def _checked_model(given: Any) -> nn.Module:
+    model = uncompiled(given)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, got {type(given).__name__}")
+    sharded = any(map(is_fsdp1, model.modules())) or any(map(is_dtensor, model.parameters()))
+    if sharded:
+        raise TypeError(
+            "LocalSteps takes models that each rank holds whole, and this one is sharded (FSDP): "
+            "its ranks hold different shards, so there are no parameters of one rank to average "
+            "with those of another"
+        )
+    if hook_of(model) is not None:
+        raise ValueError("a wire is attached to this model: detach it first")
+    if isinstance(model, DistributedDataParallel) and model.static_graph:
+        raise ValueError(
+            "a DistributedDataParallel model with static_graph=True exchanges the gradients of its "
+            "first backward pass whatever it is told: make it without"
+        )
+    return model
+
+
+def _trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """The parameters that the optimizers train, by name."""
+    wanted = {
+        id(p): p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad
+    }
+    named = [(p, name) for p, name in parameter_names(model) if id(p) in wanted]
+    if len(named) < len(wanted):
+        raise ValueError(
+            f"the optimizer trains {plural(len(wanted), 'tensor')}, of which {len(named)} are "
+            "parameters of the model: make it of model.parameters()"
+        )
+    if not named:
+        raise ValueError("the optimizer trains no parameter of the model")
+    for p, name in named:
+        if not p.is_floating_point() or p.dtype.itemsize < 2:
+            raise TypeError(f"{name}: parameters must be float32, float64 or half, got {p.dtype}")
+    return {name: p for p, name in named}
+
+
+def _recipe_of(
+    compressor: CompressorGiven, given: Mapping[str, Any], feedback: Feedback | str
+) -> tuple[LocalRecipe | None, CompressorGiven]:
+    """What a method for local steps consists of, with what was given beside it; and what chooses
+    compressors."""
+    method = method_of(compressor)
+    recipe = None if method is None else method.recipe()
+    if not isinstance(recipe, LocalRecipe):
+        return None, compressor
+    if feedback != "auto":
+        raise ValueError(f"{recipe.name} has a feedback of its own, got {feedback!r}")
+    changed = {key: value for key, value in given.items() if value is not None}
+    return replace(recipe, **changed), recipe.policy
+
+
+def _plain_recipe(given: Mapping[str, Any]) -> LocalRecipe:
+    changed = {key: value for key, value in given.items() if value is not None}
+    return replace(LocalSGD(1).recipe(), **{"name": "LocalSteps", **changed})
+
+
+def _checked_outer(given: Any) -> OuterGiven:
+    if isinstance(given, OuterSGD) or (callable(given) and not isinstance(given, Optimizer)):
+        return cast("OuterGiven", given)
+    if isinstance(given, Optimizer):
+        raise TypeError(
+            "outer must be a function that makes the optimizer, as it works on parameters that "
+            "LocalSteps holds: outer=lambda tensors: torch.optim.SGD(tensors, lr=0.7)"
+        )
+    raise TypeError(
+        f"outer must be a thinwire.OuterSGD, or a function from tensors to an optimizer, got "
+        f"{given!r}"
+    )
+
+
+def _sgd_of(outer: OuterSGD) -> Callable[[list[Tensor]], Optimizer]:
+    return lambda tensors: SGD(
+        tensors, lr=outer.lr, momentum=outer.momentum, nesterov=outer.nesterov
+    )
+
+
+def _check_outer(made: Any, tensors: list[Tensor]) -> None:
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"outer must return a torch optimizer, got {type(made).__name__}")
+    held = {id(p) for group in made.param_groups for p in group["params"]}
+    if held != {id(t) for t in tensors}:
+        raise ValueError("outer must return an optimizer of all the tensors that it gets")
+
+
+def _check_feedback(feedback: Feedback) -> None:
+    if isinstance(feedback, DGC | Vote):
+        raise ValueError(
+            f"{feedback} is made for gradients: what is exchanged here are changes of parameters. "
+            "Use 'ef14' or 'none'"
+        )
+
+
+# The model.
+
+
+def _without_exchange(ddp: DistributedDataParallel) -> list[Callable[[], None]]:
+    """Keep a DDP model from exchanging gradients: whether it does so is decided in its forward
+    pass, whatever a user's loop sets before. Returns how to undo it."""
+    before = [ddp.require_backward_grad_sync]
+
+    def begin(module: Any, *_: Any) -> None:
+        before[0] = module.require_backward_grad_sync
+        module.require_backward_grad_sync = False
+
+    def end(module: Any, *_: Any) -> None:
+        module.require_backward_grad_sync = before[0]
+
+    hooks = [
+        ddp.register_forward_pre_hook(_Uncopied(begin)),
+        ddp.register_forward_hook(_Uncopied(end), always_call=True),
+    ]
+    return [hook.remove for hook in hooks]
+
+
+class _Uncopied:
+    """A hook of a module, of which a copy of the module has only a shadow that does nothing."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class _Nothing:
+    def __call__(self, *_: Any) -> None:
+        return None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Shape, type and device of what is exchanged of it, in the memory of one element."""
+    return torch.zeros((), dtype=_wide(tensor.dtype), device=tensor.device).expand(tensor.shape)
+
+
+def _move(tensor: Tensor, to: Tensor, mixing: float) -> None:
+    tensor = tensor.detach()
+    if mixing:
+        tensor.mul_(mixing).add_(to.to(tensor.dtype), alpha=1 - mixing)
+    else:
+        tensor.copy_(to)
+
+
+def _dealt(
+    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], count: int
+) -> list[Fragment]:
+    """Layers dealt out to fragments in turn, so that each has some of the first and of the last."""
+    if count > len(parameters):
+        raise ValueError(
+            f"{count} fragments, but the optimizer trains only {plural(len(parameters), 'tensor')}"
+        )
+    layers = list(dict.fromkeys(map(_layer, parameters)))
+    by_tensor = len(layers) < count
+    order = list(parameters) if by_tensor else layers
+    place = {each: i % count for i, each in enumerate(order)}
+    found = [Fragment([], []) for _ in range(count)]
+    for name in parameters:
+        found[place[name if by_tensor else _layer(name)]].parameters.append(name)
+    for name in buffers:
+        found[place.get(_layer(name), 0)].buffers.append(name)
+    return found
+
+
+def _layer(name: str) -> str:
+    """What a tensor's layer is called: up to the first number in its name, or its module."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ".".join(parts[:-1])
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].double()
+    for tensor in tensors[1:]:
+        total = total + tensor.double()
+    return total / len(tensors)
+
+
+def _check_alike(who: str, found: Any, live: Mapping[str, Tensor]) -> None:
+    required(who, found, list(live))
+    for name in found:
+        if name not in live:
+            raise ValueError(f"{who}: the state has {name!r}, which the model has not")
+        tensor = found[name]
+        if not isinstance(tensor, Tensor) or tensor.shape != live[name].shape:
+            raise ValueError(f"{who}: {name} must be a tensor of {list(live[name].shape)}")
