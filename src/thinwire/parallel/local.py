@@ -223,7 +223,7 @@ class LocalSteps(AveragingWire):
         self.inner_steps = 0
         self._since = 0  # the last exchange began
         self._skipped = 0
-        self._finished = False
+        self._all_finished = False  # all ranks, in the last exchange
         self._shared: dict[str, Tensor] = {}  # Theta, from the first step on
         self._differences: dict[str, Tensor] = {}  # scratch buffers
         self._round: Round | None = None
@@ -321,7 +321,6 @@ class LocalSteps(AveragingWire):
         with torch.no_grad():
             self.inner_steps += 1
             self._since += 1
-            self._finished = False
             if self._round is not None and self.inner_steps >= self._round.due:
                 self._land()
             if self._since >= self._period:
@@ -443,7 +442,8 @@ class LocalSteps(AveragingWire):
         if not plain:
             assert landed.fragment is not None
             self.outer[landed.fragment].step()
-        mixing = 0.0 if landed.fragment is None else self._settings.mixing
+        ending = landed.fragment is None or self._all_finished
+        mixing = 0.0 if ending else self._settings.mixing
         for part in parts:
             for name in part.parameters:
                 self._shared[name].grad = None
@@ -485,7 +485,6 @@ class LocalSteps(AveragingWire):
                     left -= 1
             if self._configuration.check_every:
                 ReplicaCheck(self._live, self._reducer.options).start()
-        self._finished = True
 
     @contextmanager
     def common_parameters(self) -> Iterator[None]:
