@@ -711,6 +711,32 @@ def test_a_checkpoint_in_the_middle_of_a_round_goes_on_bit_for_bit(
         assert found == dict.fromkeys(("plain", "gathered", "dcp", "checkpoint"), True)
 
 
+def on_overlap() -> list[bool]:
+    """Rank 1 comes to its first exchange when rank 0 has gone on with its steps."""
+    store = dist.distributed_c10d._get_default_store()
+    model = net()
+    steps_taken, optimizer = local(model, "topk:0.2", every=4, overlap=2)
+    go(model, optimizer, range(3))
+    if dist.get_rank() == 1:
+        store.wait(["overlap: rank 0 has gone on"])
+    under_way = []
+    for step in range(3, 6):
+        before = values(model)
+        go(model, optimizer, range(step, step + 1))
+        if dist.get_rank() == 0:
+            under_way.append(steps_taken._round is not None and not all_same(before, values(model)))
+            if step == 4:
+                store.set("overlap: rank 0 has gone on", "")
+    steps_taken.finish()
+    tw.check_replicas(model)
+    steps_taken.detach()
+    return under_way
+
+
+def test_steps_go_on_while_an_exchange_is_under_way() -> None:
+    assert ranks.run(on_overlap, ranks=2) == [[True, True, False], []]
+
+
 def on_saved(case: str, place: str) -> dict[str, Tensor]:
     model, steps_taken, optimizer = fresh(case)
     go(model, optimizer, range(7))

@@ -1,0 +1,236 @@
+"""A transformer under AdamW: loss against bytes, of gradients, updates and local steps.
+
+    python benchmarks/local.py [--ranks 4] [--seeds 3] [--steps 600] [--tune-steps 200]
+                               [--out benchmarks/records/NAME.json] [--picture FILE.png]
+    python benchmarks/local.py --draw RECORD.json --picture FILE.png
+
+Every method trains the bundled text workload from the same seeds on loopback: figures of loss and
+bytes, not of speed. First each method tries the same few learning rates, times the workload's own
+(DeMo: times its own), for fewer steps and from a seed of its own; the best is what it then trains
+with. All else is each method's default.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import Target, conclude
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.compare.document import Document
+from thinwire.compare.run import Comparison, shown
+from thinwire.compare.settings import ComparisonSettings
+
+METHODS = (
+    *("ddp", "quantize:4", "powersgd:4", "topk:0.01", "onebit-adam", "adam-update:0.01"),
+    *("local-sgd:12,compressor=(quantize:4)", "diloco:15", "diloco:50", "sparseloco:15"),
+    *("sparseloco:50", "sparseloco:50,average=senders", "streaming-diloco:48", "demo"),
+)
+RATES = (0.5, 1.0, 2.0)  # times the workload's learning rate
+RATE = 3e-3  # the workload's
+TUNING_SEED = 100
+BEYOND = {"adam-update": (3.0, 60.0), "averages": (2.0, 80.0), "few": (5.0, 1000.0)}
+NOTE = "times of a step on loopback mean little: all ranks share this machine's cores"
+
+
+def compare(
+    options: argparse.Namespace,
+    rate: float,
+    methods: Sequence[str],
+    steps: int,
+    seeds: tuple[int, ...],
+) -> Document:
+    settings = ComparisonSettings(
+        workload=f"text:learning_rate={rate:g}",
+        methods=tuple(methods),
+        baselines=(),
+        hosts=options.ranks,
+        links=(options.link,) * options.ranks,
+        steps=steps,
+        seeds=seeds,
+        evaluations=1,
+        project=True,
+    )
+    comparison = Comparison(settings)
+    with shown(comparison.methods, len(seeds)) as watcher:
+        return comparison.run(watcher, shlex.join(["python", *sys.argv]))
+
+
+def rows_of(document: Document, rate: float) -> list[dict[str, Any]]:
+    """What each method came to: its loss from each seed, and the bytes that a rank sent in a step.
+
+    Bytes are those that thinwire reports (counters of a loopback count what others do, too), and
+    for plain DDP those of a ring all-reduce.
+    """
+    settings = document.settings
+    size = settings.hosts
+    dense = 2 * (size - 1) / size * 4 * settings.parameters
+    rows = []
+    for method in document.methods:
+        sent = [run.bytes_reported / run.steps for run in method.runs if run.bytes_reported]
+        rows.append(
+            {
+                "method": method.name,
+                "learning_rate": rate,
+                "nll": [run.final_metric for run in method.runs],
+                "bytes_a_step": sum(sent) / len(sent) if sent else dense,
+                "fewer": dense * len(sent) / sum(sent) if sent else 1.0,
+            }
+        )
+    return rows
+
+
+def mean(row: dict[str, Any]) -> float:
+    return float(sum(row["nll"]) / len(row["nll"]))
+
+
+def best_rates(tried: list[dict[str, Any]]) -> dict[str, float]:
+    """The learning rate of each method with the lowest loss."""
+    found: dict[str, tuple[float, float]] = {}
+    for row in tried:
+        loss = mean(row) if math.isfinite(mean(row)) else math.inf
+        found[row["method"]] = min(
+            found.get(row["method"], (math.inf, RATE)), (loss, row["learning_rate"])
+        )
+    return {method: rate for method, (_, rate) in found.items()}
+
+
+def tune(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    tried = []
+    for factor in RATES:
+        rate = factor * RATE
+        console.print(f"learning rate {rate:g}, {options.tune_steps} steps")
+        document = compare(options, rate, options.methods, options.tune_steps, (TUNING_SEED,))
+        tried += rows_of(document, rate)
+    return tried
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    dense = mean(rows[0])
+    table = Table(title="test nll, all from the same seeds, means over seeds")
+    for column in (
+        "method",
+        "lr",
+        "nll",
+        "lowest",
+        "highest",
+        "above DDP",
+        "bytes a step",
+        "fewer",
+    ):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for row in rows:
+        table.add_row(
+            row["method"],
+            f"{row['learning_rate']:g}",
+            *(f"{value:.4f}" for value in (mean(row), min(row["nll"]), max(row["nll"]))),
+            f"{100 * (mean(row) / dense - 1):.1f} %",
+            f"{row['bytes_a_step']:,.0f}",
+            f"{row['fewer']:,.1f}x",
+        )
+    return table
+
+
+def targets_of(rows: list[dict[str, Any]]) -> list[Target]:
+    """Each asks for a method that is within so many per cent of DDP's loss and sends so many times
+    fewer bytes."""
+    dense = mean(rows[0])
+    groups = {
+        "adam-update": [row for row in rows if row["method"].startswith("adam-update")],
+        "averages": [row for row in rows if row["method"].startswith(("local-", "diloco", "sp"))],
+        "few": [row for row in rows if row["method"].startswith(("local-", "diloco", "sp"))],
+    }
+    targets = []
+    for name, (per_cent, fewer) in BEYOND.items():
+        enough = [row for row in groups[name] if row["fewer"] >= fewer]
+        best = min(enough, key=mean, default=None)
+        above = None if best is None else 100 * (mean(best) / dense - 1)
+        method = "no method" if best is None else best["method"]
+        what = f"{method}, at least {fewer:g}x fewer bytes: nll above DDP's, %"
+        targets.append(Target.at_most(what, above, per_cent))
+    return targets
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """The loss against bytes."""
+    from thinwire.bench.picture import place_labels
+    from thinwire.report.figure import INK, new_figure, settle
+
+    figure = new_figure(9.0, 5.5)
+    axes = figure.subplots()
+    looks = {"gradients": ("#0072B2", "o"), "updates, local steps": ("#D55E00", "s")}
+    points, names = [], []
+    for row in rows:
+        own = row["method"].startswith(("adam-update", "local", "diloco", "sparse", "stream"))
+        kind = "updates, local steps" if own else "gradients"
+        color, marker = looks[kind]
+        new = kind not in axes.get_legend_handles_labels()[1]
+        point = (row["bytes_a_step"], mean(row))
+        axes.plot(*point, marker, color=color, ms=7, label=kind if new else "")
+        axes.plot([point[0]] * 2, [min(row["nll"]), max(row["nll"])], color=color, lw=1)
+        points.append(point)
+        names.append(row["method"].replace("+ef14", ""))
+    axes.axhline(mean(rows[0]), color=INK, lw=0.8, ls=":")
+    axes.set_xscale("log")
+    axes.set_xlabel("bytes a rank sends, per optimizer step")
+    axes.set_ylabel("test nll, nats a character")
+    axes.grid(visible=True, color=INK, alpha=0.15, lw=0.6)
+    axes.legend(frameon=False, fontsize=8)
+    count = len(rows[0]["nll"])
+    figure.suptitle(f"A transformer under AdamW, four ranks: loss against bytes ({count} seeds)")
+    settle(figure, [lambda: place_labels(axes, points, names, INK)])
+    figure.savefig(path, format="png", facecolor="white")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=4, help="ranks on this machine (4)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each method (3)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of a run (600)")
+    parser.add_argument("--tune-steps", type=int, default=200, help="of a trial, 0 for none (200)")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="to train with; ddp first")
+    parser.add_argument("--link", default="100mbit", help=argparse.SUPPRESS)
+    parser.add_argument("--tuned", type=Path, help="take the learning rates of this record")
+    parser.add_argument("--out", type=Path, help="write a JSON record here")
+    parser.add_argument("--draw", type=Path, help="draw this record, train nothing")
+    parser.add_argument("--picture", type=Path, help="draw loss against bytes as a PNG")
+    options = parser.parse_args()
+    if options.draw:
+        if options.picture is None:
+            parser.error("--draw needs --picture")
+        draw(json.loads(options.draw.read_text())["measured"]["trained"], options.picture)
+        return 0
+    console = Console(width=120)
+    tried: list[dict[str, Any]] = []
+    if options.tuned:
+        tried = json.loads(options.tuned.read_text())["measured"]["tried"]
+    elif options.tune_steps:
+        tried = tune(options, console)
+    if tried:
+        console.print(table_of(tried))
+    rates = best_rates(tried)
+    groups: dict[float, list[str]] = {}
+    names = {row["method"] for row in tried}
+    for method in options.methods:
+        known = next((name for name in names if name.startswith(method)), method)
+        groups.setdefault(rates.get(known, RATE), []).append(method)
+    rows: list[dict[str, Any]] = []
+    seeds = tuple(range(options.seeds))
+    for rate, methods in groups.items():
+        rows += rows_of(compare(options, rate, methods, options.steps, seeds), rate)
+    rows.sort(key=lambda row: row["method"] != "ddp")
+    console.print(table_of(rows))
+    if options.picture:
+        draw(rows, options.picture)
+    measured = {"tried": tried, "trained": rows}
+    return conclude(console, options, "thinwire.local/1", measured, targets_of(rows), NOTE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
