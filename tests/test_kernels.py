@@ -21,6 +21,7 @@ from thinwire.frames.positions import write_positions
 from thinwire.kernels import threads
 from thinwire.kernels.cpu import jit
 from thinwire.kernels.cpu.radix import select
+from thinwire.kernels.cpu.sparse import COUNTED
 from thinwire.kernels.reference import levels as reference_levels
 
 KEY = tw.Key(seed=0xFEDCBA9876543210, step=5, tensor=7)
@@ -80,6 +81,25 @@ def test_accumulate_is_identical(row):
     with kernels.use("reference"):
         c.accumulate(payloads, other, 0.3)
     assert same(out, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [0, 1, 1000, COUNTED, 3 * COUNTED + 5])
+def test_means_over_those_who_hold_an_element_are_identical(n, dtype):
+    """Whatever the number of threads."""
+    items = []
+    for seed, share in enumerate((0.3, 0.0, 0.01, 1.0, 0.5)):
+        positions = torch.nonzero(normal(n, seed).sigmoid() < share).squeeze(1).int()
+        items.append((positions, normal(positions.numel(), 10 + seed, dtype)))
+    for some in (items[:3], items):
+        with kernels.use("reference"):
+            wanted = torch.full((n,), torch.nan, dtype=dtype)
+            kernels.on(CPU).scatter_mean(wanted, some)
+        for count in (1, 3):
+            out = torch.full((n,), torch.nan, dtype=dtype)
+            torch.set_num_threads(count)
+            kernels.on(CPU).scatter_mean(out, some)
+            assert same(out, wanted)
 
 
 # Feedback state in less memory

@@ -37,9 +37,10 @@ class Case(NamedTuple):
     collective: str
     dtype: torch.dtype
     rounds: int = 1
+    op: str = "sum"
 
     def __str__(self) -> str:
-        return f"{self.collective}-{self.spec}-{str(self.dtype)[6:]}-{self.rounds}"
+        return f"{self.collective}-{self.spec}-{str(self.dtype)[6:]}-{self.rounds}-{self.op}"
 
 
 WIDE, NARROW = torch.float32, torch.bfloat16
@@ -55,6 +56,7 @@ CASES = [  # each collective, each compressor and rounds with both types
         Case("none", "twoshot", WIDE),
     ),
     *(Case("topk:0.1", name, NARROW) for name in ("gather", "sparse")),
+    Case("topk:0.1", "gather", WIDE, op="senders"),
     Case("topk:0.1", "twoshot", WIDE),
     *(Case("quantize:8", "gather", WIDE), Case("quantize:8", "gather", WIDE, 8)),
     Case("quantize:8", "twoshot", NARROW),
@@ -106,7 +108,11 @@ def expectation(case: Case, x: torch.Tensor, r: torch.Tensor | None) -> int:
         reduction = Reduction([Part(x, r, tw.Key())], tw.parse(case.spec), 1.0)
         return estimate_nodes(reduction, nodes, dist.get_rank()).num_bytes
     if case.collective == "gather":
-        load = memory.Load.of([Part(x, r, tw.Key())], tw.parse(case.spec))
+        load = memory.gather_load(
+            Reduction(
+                [Part(x, r, tw.Key())], tw.parse(case.spec), 1.0, senders=case.op == "senders"
+            )
+        )
         return memory.estimate("gather", load, dist.get_world_size(), case.rounds).num_bytes
     with pytest.raises(tw.MemoryLimitError) as caught:
         tw.all_reduce(x, case.spec, residual=r, collective=case.collective, max_bytes=1)
@@ -128,7 +134,7 @@ def on_cases(cases: tuple[Case, ...], residual: bool) -> list[Taken]:
             return gradient(n).to(case.dtype), r
 
         # Threads, connections, caches.
-        given = {"collective": case.collective, **layered(case)}
+        given = {"collective": case.collective, "op": case.op, **layered(case)}
         tw.all_reduce(*tensors(100_000)[:1], case.spec, **given)
         x, r = tensors(N)
         expected = expectation(case, x, r)

@@ -60,6 +60,7 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
     "exclude": ("topk:0.1", {"exclude": ["2.*"]}),
     "function": (by_layer, {}),
     "none": ("none", {}),
+    "senders": ("topk:0.1", {"average": "senders"}),
     "ef21": ("topk:0.1", {"feedback": "ef21"}),
     "powersgd": ("powersgd:2", {}),
     "arc": ("arc:0.2", {}),

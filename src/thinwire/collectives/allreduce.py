@@ -21,7 +21,7 @@ from thinwire.collectives.handle import Handle
 from thinwire.collectives.hierarchical import Hierarchical
 from thinwire.collectives.memory import guard
 from thinwire.collectives.nodes import NodeLayout
-from thinwire.collectives.options import Group, NodesGiven, Options, ReduceOp, Timeout
+from thinwire.collectives.options import SENDERS, Group, NodesGiven, Options, ReduceOp, Timeout
 from thinwire.collectives.reduction import FlatTensors, Reduction
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor, compressor_of
@@ -31,7 +31,8 @@ from thinwire.kernels import Key
 from thinwire.kernels.compiling import KernelUse
 
 log = logging.getLogger("thinwire")
-OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
+OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")  # of torch.distributed
+COMPRESSED = ("SUM", "AVG", SENDERS)  # what a lossy compressor can be used with
 
 
 def all_reduce(
@@ -60,8 +61,10 @@ def all_reduce(
             tensor), zero at first. It is added before compression and then holds what was not sent.
             With "twoshot", "sparse" and "hierarchical" it also holds what this rank, as the owner
             of a shard or region, did not send of the sum: summed over ranks nothing is lost.
-        op: SUM or AVG, as a ``torch.distributed.ReduceOp`` or a name ("sum", "avg"). NoCompression
-            without a residual takes every op and type that the backend takes.
+        op: SUM or AVG, as a ``torch.distributed.ReduceOp`` or a name ("sum", "avg"), or "senders":
+            the mean of each element over the ranks that sent it, zero where none did. Where all
+            ranks send the same elements that is AVG. NoCompression without a residual takes every
+            op and type that the backend takes.
         group: a process group; None is the default group. A group of one rank returns at once.
         async_op: return at once; the tensor and the residual belong to the call until the handle
             has ended. Calls of one group are carried out in the order they were made.
@@ -181,9 +184,9 @@ class AllReduce(Exchange):
         self._op = op_name(op)
         check_operands(self._op, self.compressor, tensors, residuals)
         check_writable(tensors, residuals)
-        options.check(self.compressor)
+        options.check(self.compressor, self._op)
         self._collective = options.collective
-        if self._op not in ("SUM", "AVG") and self._collective not in ("auto", "summable"):
+        if self._op not in COMPRESSED and self._collective not in ("auto", "summable"):
             raise ValueError(f"{self._op} goes through 'summable' only, not {self._collective!r}")
         if self._collective == "sparse" and len({tensor.dtype for tensor in tensors}) > 1:
             raise ValueError("'sparse' takes tensors of one type: call it once for each type")
@@ -202,6 +205,11 @@ class AllReduce(Exchange):
             self._used_collective = "auto"
             if len(self._nodes.places) == 1:
                 self._used_compressor = self._nodes.inner
+        # Payloads that add up are of the same elements on all ranks.
+        chosen = self.compressor.leaves_out and not self.compressor.summable
+        self._senders = self._op == SENDERS and chosen
+        if self._senders:
+            self._used_collective = "gather"
         self._key = self.key(self._used_compressor, key)
         self.details = (
             ("tensor", describe_all(tensors)),
@@ -224,10 +232,11 @@ class AllReduce(Exchange):
             Reduction(
                 self._flat.parts,
                 self._used_compressor,
-                1.0 / self.size if self._op == "AVG" else 1.0,
+                1.0 / self.size if self._op in ("AVG", SENDERS) else 1.0,
                 self.options.max_bytes,
                 self.recalled,
-                "SUM" if self._op == "AVG" else self._op,
+                "SUM" if self._op in COMPRESSED else self._op,
+                self._senders,
             )
         )
         self._algorithm.prepare()
@@ -268,10 +277,10 @@ class AllReduce(Exchange):
 def op_name(op: ReduceOp) -> str:
     """The name of a ReduceOp, or of what a user wrote for one."""
     if isinstance(op, str):
-        name = op.upper()
-        if name in OPS:
+        name, known = op.upper(), (*OPS, SENDERS)
+        if name in known:
             return name
-        raise ValueError(f"op must be one of {', '.join(OPS).lower()}, got {op!r}")
+        raise ValueError(f"op must be one of {', '.join(known).lower()}, got {op!r}")
     for name in OPS if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType) else ():
         if op == getattr(dist.ReduceOp, name):
             return name
@@ -289,11 +298,11 @@ def check_operands(
     uncompressed = compressor.lossless and compressor.summable and without
     for tensor, r in zip(tensors, residuals, strict=True):
         check_dense(type(compressor).__name__, tensor)
-        if op not in ("SUM", "AVG") and not uncompressed:
+        if op not in COMPRESSED and not uncompressed:
             raise ValueError(
                 f"{compressor} takes SUM and AVG, not {op}: use 'none' without a residual"
             )
-        if op == "AVG" and tensor.dtype not in FLOATS:
+        if op in ("AVG", SENDERS) and tensor.dtype not in FLOATS:
             raise TypeError(f"an average of {tensor.dtype} is not a {tensor.dtype}: use SUM")
         if not uncompressed:
             compressor.check_input(tensor, r)

@@ -4,7 +4,8 @@
 2. Meet: compare the calls, exchange the lengths of the messages.
 3. All-gather of the messages.
 4. Open and check all frames.
-5. Residual <- (x + r) - own payload; tensor <- weight * sum of the decoded, in rank order.
+5. Residual <- (x + r) - own payload; tensor <- weight * sum of the decoded, in rank order, or the
+   mean of each element over the payloads that hold it.
 
 (P - 1) messages leave each rank. When P of them would not fit the memory limit, steps 1 to 4 go in
 rounds over slices of the tensors, each slice compressed on its own; the sums grow in a buffer and
@@ -22,7 +23,7 @@ from thinwire.collectives.message import LENGTH, bundle, max_message_bytes, unbu
 from thinwire.collectives.reduction import Part
 from thinwire.collectives.transport import Record, Transport
 from thinwire.frames import Payload
-from thinwire.frames.payload import add_all
+from thinwire.frames.payload import add_all, average_held
 
 ROUNDS = "a number of rounds"
 
@@ -76,7 +77,14 @@ class Gather(PayloadAlgorithm):
             for part, payload in zip(self._first.parts, self._first.payloads, strict=True):
                 part.settle(self.compressor, payload)
         for i, part in enumerate(self._first.parts):
-            add_all([theirs[i] for theirs in self._received], part.x, self.weight, fresh=True)
+            self._combine([theirs[i] for theirs in self._received], part.x)
+
+    def _combine(self, payloads: list[Payload], out: Tensor) -> None:
+        """What the payloads of all ranks come to, in the type that sums are formed in."""
+        if self.reduction.senders:
+            average_held(payloads, out)
+        else:
+            add_all(payloads, out, self.weight, fresh=True)
 
     @property
     def _at_once(self) -> bool:
@@ -135,7 +143,7 @@ class Gather(PayloadAlgorithm):
             with transport.clock("decode"):
                 for i, (part, payload) in enumerate(zip(own.parts, own.payloads, strict=True)):
                     total = part.x.new_empty(part.x.numel(), dtype=part.real)
-                    add_all([theirs[i] for theirs in received], total, self.weight, fresh=True)
+                    self._combine([theirs[i] for theirs in received], total)
                     self._sums.append((part, payload, total))
             del received
         # Sums beyond float16 are the same news as infinities in the tensors, and on all ranks.

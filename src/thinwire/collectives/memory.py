@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.collectives.options import VARIABLE
 from thinwire.collectives.reduction import Part, Reduction
 from thinwire.compressors import Compressor, JointCompressor, LocalCompressor
@@ -63,6 +64,7 @@ class Load(NamedTuple):
     sums: float  # in the type that sums are formed in
     dense: float  # as they are
     converted: bool  # sums are not formed in the tensors themselves
+    counts: float = 0.0  # of those who sent each element of a stretch
 
     def grown(self, frame: float) -> "Load":
         """The same for payloads that turned out larger than expected."""
@@ -127,6 +129,19 @@ def _gathering(frame: float, size: int) -> Phase:
     return {"message": frame, "padded": frame, f"{size} frames, twice": 2 * size * frame}
 
 
+def gather_load(reduction: Reduction) -> Load:
+    """The load of a gather: that of its tensors, and who sent what is counted in one of them at a
+    time."""
+    load = Load.of(reduction.parts, reduction.compressor)
+    if not reduction.senders:
+        return load
+    return load._replace(
+        counts=max(
+            kernels.on(part.x.device).scatter_mean_bytes(part.x.numel()) for part in reduction.parts
+        )
+    )
+
+
 def _gather(load: Load, size: int, rounds: int) -> list[Phase]:
     frame, opened = load.frame / rounds, load.opened / rounds
     own = {"own payload": load.draft}
@@ -138,7 +153,7 @@ def _gather(load: Load, size: int, rounds: int) -> list[Phase]:
     return [
         own | {"encoding": load.passing / rounds} | before,
         own | _gathering(frame, size) | before,
-        own | {"message": frame} | received | sums,
+        own | {"message": frame} | received | sums | {"counts": load.counts},
     ]
 
 
@@ -271,7 +286,7 @@ def rounds_for(reduction: Reduction, size: int, frame: int = 0) -> int:
     """
     if reduction.max_bytes is None:
         return 1
-    load = Load.of(reduction.parts, reduction.compressor).grown(frame)
+    load = gather_load(reduction).grown(frame)
     rounds = 1
     while estimate("gather", load, size, rounds).num_bytes > reduction.max_bytes:
         rounds *= 2

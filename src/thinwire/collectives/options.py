@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.collectives.choose import COLLECTIVES, suits
 from thinwire.collectives.nodes import Nodes, nodes_of
-from thinwire.compressors import Compressor
+from thinwire.compressors import Compressor, JointCompressor
 from thinwire.formatting import read_bytes
 
 Group = dist.ProcessGroup | None  # None is the default group
@@ -19,6 +19,7 @@ Timeout = float | timedelta | None
 NodesGiven = Nodes | int | Sequence[Sequence[int]] | DeviceMesh | None
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType | str
 
+SENDERS = "SENDERS"  # the op that averages each element over the ranks that sent it
 LONGEST = 1e9  # seconds; gloo counts in 64-bit nanoseconds
 VARIABLE = "THINWIRE_MAX_BYTES"
 
@@ -64,8 +65,21 @@ class Options:
             found = Nodes()
         return cls(group, collective, found, _bytes_given(max_bytes), _timeout_given(timeout))
 
-    def check(self, compressor: Compressor) -> None:
-        """Refuse a compressor that cannot go through the collective."""
+    def check(self, compressor: Compressor, op: str = "AVG") -> None:
+        """Refuse a compressor that cannot go through the collective, and what a mean over senders
+        cannot be formed with."""
+        if op == SENDERS and self.collective not in ("auto", "gather"):
+            raise ValueError(
+                f"a mean over senders goes through 'gather', not {self.collective!r}: only there "
+                "every rank sees who sent what. Leave out collective= and nodes=, or average over "
+                "all ranks"
+            )
+        if op == SENDERS and isinstance(compressor, JointCompressor):
+            raise ValueError(
+                f"{compressor} has no mean over senders: all ranks together find what is sent. "
+                "Average over all ranks, or use a compressor that each rank chooses with (TopK, "
+                "Threshold, RandomK and chains of them)"
+            )
         if self.collective != "auto":
             unsuited = suits(self.collective, compressor)
             if unsuited is not None:

@@ -71,6 +71,7 @@ class Reduction:
         max_bytes: most extra memory that it may take.
         recalled: what a joint compressor finds again in the next call, for each part.
         op: SUM, unless the backend itself reduces uncompressed tensors in another way.
+        senders: in place of a weighted sum, the mean of each element over the ranks that sent it.
     """
 
     parts: list[Part]
@@ -79,6 +80,7 @@ class Reduction:
     max_bytes: int | None = None
     recalled: Sequence[dict[str, Tensor]] | None = None
     op: str = "SUM"
+    senders: bool = False
 
     @property
     def uncompressed(self) -> bool:

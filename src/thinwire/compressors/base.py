@@ -82,6 +82,11 @@ class Compressor(ABC):
         return self.lossless
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether it sends some elements and the rest not at all."""
+        return False
+
+    @property
     def unbiased(self) -> bool:
         """Whether it is right on average, possibly with an error larger than the tensor."""
         return False

@@ -84,6 +84,10 @@ class Chain(LocalCompressor):
         return all(stage.summable for stage in self.stages)
 
     @property
+    def leaves_out(self) -> bool:
+        return self.stages[0].leaves_out
+
+    @property
     def random(self) -> bool:
         return any(stage.random for stage in self.stages)
 

@@ -14,6 +14,7 @@ from thinwire.compressors.base import FLOATS, Compressor, LocalCompressor
 from thinwire.compressors.registry import parse
 from thinwire.compressors.sparsifiers import SparseCompressor
 from thinwire.frames import pack, unpack
+from thinwire.frames.payload import average_held
 from thinwire.kernels import Key
 from thinwire.kernels.compiling import KernelUse
 
@@ -75,6 +76,8 @@ def _send(compressor: LocalCompressor, x: Tensor) -> None:
     compressor.accumulate([received, received], out)
     compressor.accumulate(received, out)
     compressor.decode(received)
+    if compressor.leaves_out:
+        average_held([received, received], out)
     kernels.on(x.device).all_finite(x, None)
 
 

@@ -60,6 +60,10 @@ class SparseCompressor(LocalCompressor):
     others have, before it is enclosed.
     """
 
+    @property
+    def leaves_out(self) -> bool:
+        return True
+
     @abstractmethod
     def choose(self, request: Request) -> tuple[Tensor, Tensor] | None:
         """What `pick` gives, of a flat tensor with elements."""

@@ -67,6 +67,10 @@ class Tiered(LocalCompressor):
     def common_key(self) -> bool:
         return self.large.common_key or self.small.common_key
 
+    @property
+    def leaves_out(self) -> bool:
+        return self.small.leaves_out
+
     def max_section_bytes(self, extent: Extent) -> int:
         count = extent.numel if self.above else kept(extent.numel, self.ratio)
         large = self.large.max_section_bytes(Extent(extent.dtype, count))

@@ -11,6 +11,8 @@ an exchange:
 
 All of it is written in terms of the residual: for every compressor and collective, the ranks' x +
 old residuals add up to the result and the new residuals. So every feedback works with all of them.
+An average over senders does not add up so, and leaves only each rank's own residual right: EF21,
+which needs more, is refused with it.
 """
 
 from abc import ABC, abstractmethod

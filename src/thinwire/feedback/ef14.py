@@ -15,6 +15,7 @@ class EF14(Remembering):
 
     p = g + decay e; c = C(p); e = p - c; the step is taken with the mean of c. With decay 1, all
     that was sent plus the residual is all gradients there ever were: nothing is lost, only delayed.
+    (In the mean over all ranks; with average="senders" the steps add up to more.)
 
     Args:
         decay: less than 1 forgets, for residuals that have become stale.

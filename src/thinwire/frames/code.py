@@ -178,3 +178,7 @@ class Code(ABC):
         out = torch.empty(extent.numel, dtype=extent.real, device=device)
         self.add(opened, extent, out, 1.0, Start(fresh=True))
         return out
+
+    def held(self, opened: Any, extent: Extent) -> tuple[Tensor, Tensor] | None:
+        """Ascending positions and values of the elements that were sent; None if all were."""
+        return None

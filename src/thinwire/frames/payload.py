@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.frames.code import KEEP, Code, Extent, Start
 from thinwire.frames.header import header_bytes
-from thinwire.frames.positions import Scattered
+from thinwire.frames.positions import Scattered, plain_dtype
 from thinwire.frames.values import begin
 
 
@@ -112,6 +112,15 @@ class Payload:
             return self.code.picked(self.opened, self.extent)
         return None
 
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Ascending positions and values of the elements that were sent, all of them for most
+        codes."""
+        found = self.code.held(self.opened, self.extent)
+        if found is not None:
+            return found
+        positions = torch.arange(self.numel, dtype=plain_dtype(self.numel), device=self.device)
+        return positions, self.code.values(self.opened, self.extent, self.device)
+
 
 def add_all(
     payloads: Sequence[Payload], out: Tensor, weight: float = 1.0, *, fresh: bool = False
@@ -129,6 +138,17 @@ def add_all(
         return
     for i, payload in enumerate(payloads):
         payload.add_to(out, weight, Start(fresh=fresh and i == 0))
+
+
+def average_held(payloads: Sequence[Payload], out: Tensor) -> None:
+    """out <- for each element the mean over the payloads that hold it; zero where none does.
+
+    An element that was sent is held whatever its value. NaN throughout if a payload is non-finite.
+    """
+    if any(payload.non_finite for payload in payloads):
+        out.fill_(torch.nan)
+        return
+    kernels.on(out.device).scatter_mean(out, [payload.held() for payload in payloads])
 
 
 def _within(values: Tensor, dtype: torch.dtype) -> Tensor:

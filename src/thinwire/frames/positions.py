@@ -55,6 +55,11 @@ class Scattered(Code):
         own = self.inner_extent(extent)
         return positions, self.inner.values(inner, own, positions.device)
 
+    def held(self, opened: Any, extent: Extent) -> tuple[Tensor, Tensor] | None:
+        positions, inner = opened
+        few = self.inner.held(inner, self.inner_extent(extent))
+        return self.picked(opened, extent) if few is None else (positions[few[0].long()], few[1])
+
     def add(
         self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
     ) -> None:
@@ -256,3 +261,13 @@ class Overlay(Code):
         lower, upper = opened
         self.lower.add(lower, extent, out, weight, start)
         self.upper.add(upper, extent, out, weight)
+
+    def held(self, opened: Any, extent: Extent) -> tuple[Tensor, Tensor] | None:
+        codes = zip((self.lower, self.upper), opened, strict=True)
+        found = [code.held(each, extent) for code, each in codes]
+        if found[0] is None or found[1] is None:
+            return None
+        both = torch.cat([found[0][0], found[1][0]])
+        positions, at = torch.unique(both, return_inverse=True)
+        values = found[0][1].new_zeros(positions.numel())
+        return positions, values.index_add_(0, at, torch.cat([found[0][1], found[1][1]]))

@@ -150,3 +150,6 @@ class Zipped(Code):
         self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
     ) -> None:
         self.inner.add(opened, extent, out, weight, start)
+
+    def held(self, opened: Any, extent: Extent) -> tuple[Tensor, Tensor] | None:
+        return self.inner.held(opened, extent)

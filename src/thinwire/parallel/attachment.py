@@ -24,6 +24,7 @@ def attach(
     granularity: str = "bucket",
     collective: str = "auto",
     nodes: NodesGiven = None,
+    average: str = "world",
     min_numel: int = 1024,
     exclude: str | Sequence[str] = (),
     scaler: Scaler | None = None,
@@ -59,6 +60,10 @@ def attach(
             inside nodes and compresses only what goes between them; ``tw.Nodes(8,
             inner="cast:bf16")`` also says how gradients are sent inside. So are tensors that are
             sent uncompressed, unless they come to less than 128 KiB together.
+        average: "world" is the mean over all ranks, "senders" that of each element over the ranks
+            that sent it, where compressors leave elements out. What one of P ranks has sent is then
+            not divided by P, so steps are larger (see docs/ddp.md). "senders" goes through
+            "gather", without `nodes`.
         exclude: patterns of parameter names, as in a shell ("embed*", "*.head.*").
         scaler: the GradScaler of this model, if there is one: residuals follow its scale and stay
             as they were in steps that it skips (at the cost of a second copy of the residuals).
@@ -93,6 +98,7 @@ def attach(
         scaler=scaler,
         optimizer=optimizer,
         seed=seed,
+        average=average,
         max_bytes=max_bytes,
         timeout=timeout,
         check_every=check_every,

@@ -14,7 +14,7 @@ from thinwire.feedback import DGC, Feedback, Vote
 from thinwire.methods import LocalRecipe, NamedMethod, Recipe, method_of
 from thinwire.parallel.momentum import with_momentum
 from thinwire.policies.base import ByName, Fixed, Policy, TensorInfo, policy_of
-from thinwire.reducer.units import UnitReducer
+from thinwire.reducer.units import AVERAGES, UnitReducer
 
 ByFunction = Callable[[str], Compressor | str | None]
 CompressorGiven = Compressor | Policy | NamedMethod | str | ByFunction
@@ -40,6 +40,7 @@ class Configuration:
         scaler: of the loss.
         optimizer: whose momentum `feedback` takes over, if it does.
         seed: for compressors that draw random numbers.
+        average: over whom, "world" or "senders".
         check_every: compare the replicas every so many steps; 0 for never.
         measure_every: steps between two measurements of the compression error; 0 for never.
     """
@@ -52,6 +53,7 @@ class Configuration:
     scaler: Scaler | None
     optimizer: Optimizer | None
     seed: int
+    average: str
     check_every: int
     measure_every: int
 
@@ -69,6 +71,7 @@ class Configuration:
         scaler: Scaler | None,
         optimizer: Optimizer | None,
         seed: int,
+        average: str,
         max_bytes: int | str | None,
         timeout: Timeout,
         check_every: int,
@@ -80,6 +83,9 @@ class Configuration:
         for what, value in (("check_every", check_every), ("measure_every", measure_every)):
             if not check.is_whole(value) or value < 0:
                 raise ValueError(f"{what} must be a number of steps, 0 for never, got {value!r}")
+        if average not in tuple(AVERAGES):
+            known = " or ".join(map(repr, AVERAGES))
+            raise ValueError(f"average must be {known}, got {average!r}")
         if scaler is not None:
             _check_scaler(scaler)
         options = Options.of(
@@ -114,6 +120,7 @@ class Configuration:
             scaler=scaler,
             optimizer=optimizer if recipe is not None and recipe.momentum else None,
             seed=seed,
+            average=average,
             check_every=check_every,
             measure_every=measure_every,
         )
@@ -128,15 +135,16 @@ class Configuration:
         return ByName.of(self.chooser, list(names))
 
     def check(self, policy: Policy) -> None:
-        """Refuse a policy whose compressors cannot go through the collective."""
+        """Refuse a policy whose compressors cannot go through the collective, or be averaged
+        so."""
         for each in policy.compressors:
-            self.options.check(each)
+            self.options.check(each, AVERAGES[self.average])
 
     def reducer(self) -> UnitReducer:
         """That averages with what the policy comes to in the end. What a function comes to is known
         when tensors are."""
         main = self.chooser.main if isinstance(self.chooser, Policy) else None
-        return UnitReducer(main, self.feedback, self.options, self.seed)
+        return UnitReducer(main, self.feedback, self.options, self.seed, self.average)
 
     def check_exclude(self, names: Iterable[str], kind: str) -> None:
         """Refuse a pattern that matches nothing."""

@@ -38,6 +38,10 @@ class Reducer(AveragingWire):
         nodes: as for `thinwire.all_reduce`: ``nodes=8`` for eight ranks per node adds tensors up
             inside nodes and compresses only what goes between them, which is also what `feedback`
             is about then.
+        average: "world" is the mean over all ranks, "senders" that of each element over the ranks
+            that sent it, where compressors leave elements out. What one of P ranks has sent is then
+            not divided by P, so steps are larger (see docs/ddp.md). "senders" goes through
+            "gather", without `nodes`.
         min_numel: tensors with fewer than two dimensions or with fewer elements than this are sent
             uncompressed, together; 0, the default, compresses all that is given.
         exclude: patterns of names, as in a shell ("embed*", "*.head.*"), of tensors that are sent
@@ -71,6 +75,7 @@ class Reducer(AveragingWire):
         feedback: Feedback | str = "auto",
         collective: str = "auto",
         nodes: NodesGiven = None,
+        average: str = "world",
         group: Group = None,
         min_numel: int = 0,
         exclude: str | Sequence[str] = (),
@@ -95,6 +100,7 @@ class Reducer(AveragingWire):
                 scaler=scaler,
                 optimizer=optimizer,
                 seed=seed,
+                average=average,
                 max_bytes=max_bytes,
                 timeout=timeout,
                 check_every=check_every,

@@ -181,6 +181,8 @@ def explanation_of(wire: "Wire") -> str:
     elements = sum(tensor.numel for tensor in chosen_for.values())
     feedback = wire._reducer.feedback
     kept = "What is left out is remembered and sent later" if feedback.parts else "Nothing is kept"
+    if wire._configuration.average == "senders":
+        kept = f"Each element is averaged over the ranks that sent it. {kept}"
     lines = [
         f"{wire.policy} decides on {plural(len(chosen_for), 'tensor')} with {elements:,} elements; "
         f"{rest} small or excluded ones are always sent uncompressed. {kept} ({feedback}).",

@@ -76,6 +76,7 @@ class UnitExchange(AllReduce):
         feedback: whose state they have.
         key: its step is something that ranks must agree in, whatever the compressor.
         recalled: where a joint compressor finds again what it wants to; None for others.
+        op: AVG, or SENDERS.
 
     Attributes:
         unused: tensors that are zero on all ranks, if the driver wants these left out.
@@ -90,6 +91,7 @@ class UnitExchange(AllReduce):
         key: Key,
         driver: Driver,
         recalled: Recalled | None,
+        op: str,
     ) -> None:
         self.updates, self._feedback, self._driver = updates, feedback, driver
         self._seed_key = key
@@ -102,6 +104,7 @@ class UnitExchange(AllReduce):
             [each.update.residual for each in updates],
             compressor,
             options,
+            op=op,
             key=key,
             details=(("step", f"{key.step}"), *_described(self.units), *driver.details),
         )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from thinwire.collectives.channel import process_group
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.nodes import NodeLayout
-from thinwire.collectives.options import Options
+from thinwire.collectives.options import SENDERS, Options
 from thinwire.compressors import Compressor, JointCompressor, NoCompression, compressor_of
 from thinwire.compressors.base import FLOATS
 from thinwire.feedback import (
@@ -42,6 +42,7 @@ from thinwire.reducer.unit import Unit
 from thinwire.telemetry import Ledger
 
 UNCOMPRESSED = NoCompression()  # ours; a user's own NoCompression is another object
+AVERAGES = {"world": "AVG", "senders": SENDERS}  # ops, by the names of whom they average over
 STEPS = 1 << 32  # that a key can tell apart
 DIVIDED = 1 << 17  # bytes of uncompressed tensors from which four meetings cost less than they save
 
@@ -54,6 +55,7 @@ class UnitReducer:
         feedback: what is remembered; "auto" is what suits each compressor.
         options: the group, the collective and the limits.
         seed: for compressors that draw random numbers; the same on all ranks.
+        average: "world", over all ranks, or "senders", each element over the ranks that sent it.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class UnitReducer:
         feedback: Feedback | str,
         options: Options,
         seed: int = 0,
+        average: str = "world",
     ) -> None:
         given = None if compressor is None else compressor_of(compressor)
         self._auto = isinstance(feedback, str) and feedback.strip().lower() == "auto"
@@ -69,6 +72,9 @@ class UnitReducer:
             self.feedback = feedback
         else:
             self.feedback = parse_feedback("ef14" if self._auto else feedback)
+        self._op = AVERAGES[average]
+        if self._op == SENDERS:
+            check_senders(self.feedback)
         Key(seed=seed).checked()  # refused here and now
         self.options, self.seed = options, seed
         self.ledger = Ledger()
@@ -92,7 +98,7 @@ class UnitReducer:
         if feedback != self.feedback and self.states.names():
             own = str(self.feedback)
             raise ValueError(f"the state is that of feedback {own!r}, this is {str(feedback)!r}")
-        self.options.check(compressor)
+        self.options.check(compressor, self._op)
         nodes, group = self.options.nodes, self.options.group
         if nodes is not None and dist.is_initialized():
             check_nodes(feedback, nodes.layout(process_group(group)))
@@ -123,7 +129,9 @@ class UnitReducer:
         names = [name for unit in units for name in unit.names]
         key = Key(self.seed, driver.step % STEPS, zlib.crc32("\n".join(names).encode()))
         options = self._options_for(units, compressor)
-        exchange = UnitExchange(updates, feedback, compressor, options, key, driver, recalled)
+        exchange = UnitExchange(
+            updates, feedback, compressor, options, key, driver, recalled, self._op
+        )
         handle = exchange.start(async_op=True)
         if isinstance(compressor, JointCompressor):
             self._last_joint = handle
@@ -210,6 +218,15 @@ class UnitReducer:
         self.seed = state.seed
         self.recalled = state.recalled
         self.states.load(state.tensors)
+
+
+def check_senders(feedback: Feedback) -> None:
+    """Refuse a feedback that needs the mean over all ranks."""
+    if isinstance(feedback, EF21):
+        raise ValueError(
+            f"{feedback} averages over all ranks: it adds each mean to that of what all ranks have "
+            "sent, and a mean over senders is another. Use average='world', or feedback='ef14'"
+        )
 
 
 def check_nodes(feedback: Feedback, nodes: NodeLayout) -> None:

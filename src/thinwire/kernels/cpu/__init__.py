@@ -19,6 +19,8 @@ from thinwire.kernels.cpu.sparse import (
     all_finite,
     scatter_add,
     scatter_add_many,
+    scatter_mean,
+    scatter_mean_bytes,
     take,
     top_k,
 )
@@ -52,6 +54,8 @@ __all__ = [
     "round_to_bfloat16",
     "scatter_add",
     "scatter_add_many",
+    "scatter_mean",
+    "scatter_mean_bytes",
     "take",
     "top_k",
 ]

@@ -21,6 +21,7 @@ SMALL = 1 << 16
 BLOCK = 512
 NEAR = 1 << 14  # elements whose memory stays in the second-level cache
 REGION = 1 << 20  # elements; 4 MB of float32 stay in the last-level cache
+COUNTED = 1 << 17  # elements; 1 MB of float32 and counts stay in the second-level cache
 
 
 def index_dtype(n: int):
@@ -330,3 +331,47 @@ def scatter_add_many(out, items, weight: float) -> None:
                 _scatter(o, at[a:b], v[a:b], w)
 
     threads.run(work, threads.ranges(len(edges) - 1, least=1))
+
+
+@jit
+def _count_holders(counts, first, positions):
+    for i in range(positions.size):
+        counts[positions[i] - first] += np.int32(1)
+
+
+@jit
+def _scatter_shares(out, counts, first, positions, values):
+    for i in range(positions.size):
+        at = positions[i] - first
+        out[at] += values[i] / out.dtype.type(counts[at])
+
+
+def scatter_mean(out, items) -> None:
+    """out <- at each position the mean over the (positions, values) that hold it, added up in their
+    order; zero where none does.
+
+    Region by region, so that the counts take no memory to speak of.
+    """
+    o = out.numpy()
+    edges = np.arange(0, o.size + COUNTED, COUNTED)
+    cut = [(at.numpy(), v.numpy(), np.searchsorted(at.numpy(), edges).tolist()) for at, v in items]
+
+    def work(lo, hi):
+        room = np.empty(min(o.size, COUNTED), np.int32)
+        for region in range(lo, hi):
+            first = region * COUNTED
+            here = o[first : first + COUNTED]
+            counts = room[: here.size]
+            here[:] = counts[:] = 0
+            for at, _, ends in cut:
+                _count_holders(counts, first, at[ends[region] : ends[region + 1]])
+            for at, v, ends in cut:
+                a, b = ends[region], ends[region + 1]
+                _scatter_shares(here, counts, first, at[a:b], v[a:b])
+
+    threads.run(work, threads.ranges(len(edges) - 1, least=1))
+
+
+def scatter_mean_bytes(n: int) -> int:
+    """What `scatter_mean` takes for its counts."""
+    return 4 * min(n, COUNTED * torch.get_num_threads())

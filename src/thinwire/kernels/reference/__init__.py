@@ -20,6 +20,8 @@ from thinwire.kernels.reference.sparse import (
     all_finite,
     scatter_add,
     scatter_add_many,
+    scatter_mean,
+    scatter_mean_bytes,
     take,
     top_k,
 )
@@ -53,6 +55,8 @@ __all__ = [
     "round_to_bfloat16",
     "scatter_add",
     "scatter_add_many",
+    "scatter_mean",
+    "scatter_mean_bytes",
     "take",
     "top_k",
 ]

@@ -65,3 +65,20 @@ def scatter_add_many(out: Tensor, items: list[Chosen], weight: float) -> None:
     """`scatter_add` of several (positions, values), in their order."""
     for positions, values in items:
         scatter_add(out, positions, values, weight=weight)
+
+
+def scatter_mean(out: Tensor, items: list[Chosen]) -> None:
+    """out <- at each position the mean over the (positions, values) that hold it, added up in their
+    order; zero where none does."""
+    counts = torch.zeros_like(out, dtype=torch.int32)
+    for positions, _ in items:
+        counts[positions.long()] += 1
+    out.zero_()
+    for positions, values in items:
+        at = positions.long()
+        out[at] += values / counts[at]  # before they are added: a mean fits where a sum may not
+
+
+def scatter_mean_bytes(n: int) -> int:
+    """What `scatter_mean` takes for its counts."""
+    return 4 * n
