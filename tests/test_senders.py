@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from nets import TIMEOUT
+from nets import TIMEOUT, wired
 from rows import ROWS
 from tensors import FLOATS, normal, real_of, same
 from torch import Tensor
@@ -414,3 +414,26 @@ def test_ef14_with_decay_remembers_what_each_rank_left_out(size):
         assert same(residual.flatten(), torch.from_numpy(left[rank]))
         assert "Each element is averaged over the ranks that sent it." in text
         assert collective == "gather"
+
+
+# Through DDP
+
+
+def on_join() -> list[Tensor]:
+    """Rank 0 has a step more; the gradient is 16, 15, ..., 1."""
+    inner = torch.nn.Linear(4, 4, bias=False)
+    model, _ = wired("topk:0.25", inner, min_numel=1, feedback="none", average="senders")
+    found = []
+    with model.join():
+        for _ in range(2 - dist.get_rank()):
+            model.zero_grad()
+            (model(torch.eye(4)) * torch.arange(16.0, 0.0, -1.0).view(4, 4).t()).sum().backward()
+            found.append(inner.weight.grad.flatten().clone())
+    return found
+
+
+def test_ranks_that_have_joined_count_as_senders_of_what_they_send():
+    first, last = ranks.run(on_join, ranks=2)[0]
+    sent = torch.tensor([16.0, 15.0, 14.0, 13.0] + 12 * [0.0])
+    assert same(first, sent)
+    assert same(last, sent / 2)  # of its zeros the other rank sends the first four

@@ -58,6 +58,7 @@ def compressors(gradient: Tensor, residual: Tensor) -> None:
 def collectives(gradient: Tensor, residual: Tensor, group: dist.ProcessGroup) -> None:
     handle = tw.all_reduce(gradient, "topk:0.01", residual=residual, op="avg")
     assert_type(handle, tw.Handle)
+    tw.all_reduce(gradient, "topk:0.01", residual=residual, op="senders")
     assert_type(handle.bytes_sent, int)
     assert_type(handle.collective, str)
     assert_type(handle.account, tw.collectives.Account)
