@@ -203,6 +203,7 @@ class LocalSteps(AveragingWire):
                 feedback=feedback,
                 collective=collective,
                 nodes=nodes,
+                average=self._settings.average,
                 min_numel=min_numel,
                 exclude=exclude,
                 scaler=None,
