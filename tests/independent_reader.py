@@ -17,7 +17,7 @@ U8, WORD, F4, F8, F2 = map(np.dtype, ("u1", "<u8", "<f4", "<f8", "<f2"))
 BF16 = np.dtype([("bits", "<u2")])
 TYPES = [None, F4, F8, F2, BF16, *map(np.dtype, ("i1", "u1", "<i2", "<i4", "<i8", "?"))]
 LARGEST = {F2: np.float32(65504), BF16: np.float32(3.3895313892515355e38)}
-PARAMETERS = (0, 0, 1, 1, 4, 6, 3, 4, 2, 1, 1, 0, 1)  # by code id; the sizes of Zipped apart
+PARAMETERS = (0, 0, 1, 1, 4, 6, 3, 4, 2, 1, 1, 0, 1, 1)  # by code id; the sizes of Zipped apart
 NESTED = {4: 1, 5: 1, 11: 2, 12: 1}
 
 
@@ -269,6 +269,11 @@ def code(record, t, n):
             stored = yield [Section(U8, size) for size in sizes]
             whole = [p.expand(s.tobytes(), coder) for s, p in zip(stored, plain, strict=True)]
             yield nested.send(whole)
+        case [13, block]:  # SignedPairs
+            pairs, packed = yield [blocks(block, 2), Section(U8, ceil(n, 4))]
+            level = unpack(packed, 2, n)
+            size = pairs[2 * of(block) + level // 2]
+            yield [np.where(level % 2, -size, size)]
         case _:
             raise BadFrameError(f"a code that makes no sense here: {record}")
 

@@ -39,7 +39,8 @@ SPECS = [
     *("qsgd:7,entropy=true", "onebit:8", "onebit:none", "scaledsign", "terngrad", "natural"),
     *("tiered:0.1", "tiered:0.1,large=(none),small=(onebit)", "topk:0.3|quantize:4"),
     *("topk:0.3|qsgd:7,entropy=true|lossless:zlib", "quantize:4|lossless", "topk:0.5|topk:0.5"),
-    *("randomk:0.2,shared=true|cast:fp16", "topk:0.5|tiered:0.1|lossless"),
+    *("randomk:0.2,shared=true|cast:fp16", "topk:0.5|tiered:0.1|lossless", "twobit:8"),
+    *("twobit:none", "topk:0.3,chunk=16|twobit"),
 ]
 
 

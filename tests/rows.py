@@ -46,6 +46,11 @@ def block(size: float) -> Callable[[int], float]:
     return lambda d: 1 / min(size, d)
 
 
+def sparse_twobit(d: int) -> float:
+    """1 / 32 of the elements carry their share at least, of which TwoBit keeps its own."""
+    return 1 / 32 / min(4096, d)
+
+
 def meetings(cases: Iterable[tuple]) -> set[tuple]:
     """All pairs of choices that meet in some case, each with the number of its field.
 
@@ -69,6 +74,8 @@ ROWS = [
     Row(spec="topk:0.01", sparse=True, alpha=top(0.01)),
     Row(spec="topk:0.3", sparse=True, alpha=top(0.3)),
     Row(spec="topk:1.0", sparse=True, alpha=top(1.0), most=BITMAP),
+    Row(spec="topk:0.1,chunk=64", sparse=True, alpha=lambda d: 0.1),
+    Row(spec="topk:0.02,chunk=100000", sparse=True, alpha=lambda d: 0.02),
     Row(spec="randomk:0.1", random=True, unbiased=True, sparse=True),
     Row(spec="randomk:0.1,scaled=false", random=True, sparse=True, alpha=top(0.1)),
     Row(spec="randomk:0.1,scaled=true", random=True, unbiased=True, sparse=True, residual=False),
@@ -97,6 +104,9 @@ ROWS = [
     Row(spec="onebit", sums=True, alpha=block(1024)),
     Row(spec="onebit:24", sums=True, alpha=block(24)),
     Row(spec="onebit:none", sums=True, alpha=block(INFINITE)),
+    Row(spec="twobit", sums=True, alpha=block(4096)),
+    Row(spec="twobit:24", sums=True, alpha=block(24)),
+    Row(spec="twobit:none", sums=True, alpha=block(INFINITE)),
     Row(spec="scaledsign", sums=True, alpha=block(INFINITE)),
     Row(spec="scaledsign:l2", sums=True),
     Row(spec="terngrad", sums=True, random=True),
@@ -108,6 +118,7 @@ ROWS = [
     Row(spec="tiered:0.1,large=(topk:0.5),small=(qsgd:3)", sums=True, random=True),
     Row(spec="topk:0.1|quantize:4", sparse=True, alpha=lambda d: top(0.1)(d) / min(256, d)),
     Row(spec="topk:0.5|none", sparse=True, alpha=top(0.5)),
+    Row(spec="topk:0.03125,chunk=4096|twobit", sums=True, sparse=True, alpha=sparse_twobit),
     Row(spec="topk:0.05|qsgd:7,entropy=true|lossless", sums=True, random=True),
     Row(spec="topk:0.5|topk:0.5|quantize:8,symmetric=false|lossless"),
     Row(spec="topk:0.5|tiered:0.1,small=(quantize:4)|lossless", header=80),

@@ -124,6 +124,7 @@ EAGER = (
     *(spec for spec in COMPRESSORS if eager_for(parse(spec))),
     *("cast:fp16", "bernoulli:0.05", "threshold:1.5", "quantize:4,stochastic=true"),
     *("quantize:8,block=none", "qsgd:1,norm=max", "onebit:none", "terngrad:none"),
+    *("topk:0.03,chunk=4096", "topk:0.01,chunk=200003", "twobit", "twobit:none"),
 )
 
 

@@ -298,6 +298,10 @@ def test_configurations_differ():
     [
         (lambda: tw.TopK(3.0), r"TopK: ratio must be in \(0, 1\], got 3.0"),
         (lambda: tw.TopK(0), "TopK: ratio"),
+        (lambda: tw.TopK(0.1, chunk=0), "TopK: chunk must be a whole number from 1, got 0"),
+        (lambda: tw.TopK(0.1, chunk=64.0), "TopK: chunk"),
+        (lambda: tw.TopK(0.1, chunk=True), "TopK: chunk"),
+        (lambda: tw.TwoBit(block=12), "TwoBit: block"),
         (lambda: tw.TopK(True), "TopK: ratio"),
         (lambda: tw.TopK("0.1"), "TopK: ratio"),
         (lambda: tw.TopK(float("nan")), "TopK: ratio"),

@@ -19,7 +19,7 @@ from thinwire import kernels
 from thinwire.errors import FrameError
 from thinwire.frames.code import Code, varint
 from thinwire.frames.header import CODES, MOST_DEPTH, header_bytes
-from thinwire.frames.levels import Affine, Elias, Pairs, Powers, Uniform
+from thinwire.frames.levels import Affine, Elias, Pairs, Powers, SignedPairs, Uniform
 from thinwire.frames.positions import Overlay, Seeded, Sparse
 from thinwire.frames.values import Narrow, NonFinite, Raw, Scaled8
 from thinwire.frames.zipped import Zipped
@@ -461,6 +461,15 @@ HOSTILE = {
     "no block": (lambda: frame_of(Scaled8(0), F32, [4]), "has no elements"),
     "powers": (lambda: frame_of(Powers(3000), F32, [16], LEVELS), "powers of two up to 2.1900"),
     "pairs": (lambda: frame_of(Pairs(9), F32, [16]), "block of 9 elements"),
+    "signed pairs": (lambda: frame_of(SignedPairs(12), F32, [16]), "block of 12 elements"),
+    "short levels of signed pairs": (
+        lambda: frame_of(SignedPairs(0), F32, [16], torch.ones(2), LEVELS[:3]),
+        "its header implies",
+    ),
+    "signed pairs of integers": (
+        lambda: frame_of(SignedPairs(0), torch.int32, [16], torch.ones(2), LEVELS[:4]),
+        "in a code for real numbers",
+    ),
     "overlays": (
         lambda: frame_of(Overlay(Overlay(Raw(), Raw()), Raw()), F32, [1], *[SCALE] * 3),
         "an overlay within an overlay",
@@ -520,6 +529,7 @@ def test_blocks_beyond_the_tensor_cost_nothing(block, name):
         frame_of(Affine(8, block), F32, [16], SCALE, SCALE, LEVELS),
         frame_of(Elias(1, block, 1, 0), F32, [16], SCALE, words(0xFFFF)),
         frame_of(Pairs(block), F32, [16], torch.ones(2), LEVELS[:2]),
+        frame_of(SignedPairs(block), F32, [16], torch.ones(2), LEVELS[:4]),
         frame_of(Scaled8(block), F32, [16], SCALE, LEVELS),
     ]
     with kernels.use(name), memory_limit():
@@ -535,6 +545,7 @@ def test_long_blocks_may_be_asked_for(block):
         (tw.Quantize(8, block=block, symmetric=False), tw.Quantize(8, block=None, symmetric=False)),
         (tw.QSGD(7, bucket=block, norm="max"), tw.QSGD(7, bucket=None, norm="max")),
         (tw.OneBit(block), tw.OneBit(None)),
+        (tw.TwoBit(block), tw.TwoBit(None)),
         (tw.Cast("fp8", block=block), tw.Cast("fp8", block=1000)),
     ):
         assert torch.allclose(c.decode(c.encode(x)), whole.decode(whole.encode(x)), rtol=1e-6)

@@ -19,7 +19,7 @@ from thinwire import kernels
 from thinwire.frames.code import Code, varint
 from thinwire.frames.frame import ALWAYS, EXPANSION, MARGIN, MAX_BYTES, VALUES
 from thinwire.frames.header import CODES, header_bytes
-from thinwire.frames.levels import Affine, Elias, Pairs, Powers, Uniform
+from thinwire.frames.levels import Affine, Elias, Pairs, Powers, SignedPairs, Uniform
 from thinwire.frames.positions import BITMAP, PLAIN, RICE, Overlay, Seeded, Sparse
 from thinwire.frames.values import Narrow, NonFinite, Raw, Scaled8
 from thinwire.frames.zipped import Zipped
@@ -178,6 +178,7 @@ def records(value: int, inner: Code) -> dict[int, list[Code]]:
         Elias.id: [Elias(value, 0, 1, 1), Elias(1, value, 1, 1), Elias(1, 0, value, value)],
         Affine.id: [Affine(value, 0), Affine(8, value)],
         Pairs.id: [Pairs(value)],
+        SignedPairs.id: [SignedPairs(value)],
         Powers.id: [Powers(value)],
         Overlay.id: [Overlay(inner, Sparse(value, BITMAP, 0, 0, Raw())), Overlay(inner, inner)],
         Zipped.id: [
@@ -237,6 +238,7 @@ def test_scales_may_be_anything(name):
                 frame_of(Uniform(0, 1, 0), dtype, [16], one, levels[:4]),
                 frame_of(Affine(8, 0), dtype, [16], one, one, levels),
                 frame_of(Pairs(0), dtype, [16], one.repeat(2), levels[:2]),
+                frame_of(SignedPairs(0), dtype, [16], one.repeat(2), levels[:4]),
                 frame_of(Scaled8(16), dtype, [16], one, levels),
             ]
             for frame in frames:

@@ -146,6 +146,20 @@ def test_a_ladder_has_rungs_from_light_to_strong():
     assert str(ladder_of(tw.parse("topk:0.01"), beyond=True)[-1]) == "topk:0.001"
 
 
+def test_whoever_turns_topk_keeps_its_chunks():
+    spec = "topk:0.03,chunk=4096|twobit"
+    _, *rungs = ladder_of(tw.parse(spec), beyond=True)
+    others = tw.policies.Solve(spec).choices()
+    ramp = tw.policies.Ramp(10, spec)
+    ramped = [ramp._at(step) for step in range(1, 12)]
+    assert len(rungs) > 3
+    assert len(others) > 3
+    assert len(set(ramped)) > 3
+    for chain in (*rungs, *others, *ramped):
+        assert chain.stages[0].chunk == 4096
+        assert chain.stages[1] == tw.TwoBit()
+
+
 # Layers.
 
 

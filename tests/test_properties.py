@@ -140,6 +140,76 @@ def test_topk_contracts(ratio):
         assert lost <= (1 - ratio) * x.square().sum() * (1 + 1e-12)
 
 
+def largest_of_chunks(p: np.ndarray, ratio: float, chunk: int) -> np.ndarray:
+    """The positions that Top-K with chunks should find."""
+    ends = [(lo, min(lo + chunk, p.size)) for lo in range(0, p.size, chunk)]
+    return np.concatenate([lo + largest(p[lo:hi], kept(hi - lo, ratio)) for lo, hi in ends])
+
+
+CHUNKED = [
+    *((10, 3), (200, 1), (5000, 7), (9000, 512), (70_001, 4096), (70_001, 1025), (150_001, 70_000))
+]
+
+
+@pytest.mark.parametrize("kind", ADVERSARIES)
+@pytest.mark.parametrize(("n", "chunk"), CHUNKED)
+def test_topk_of_chunks_is_exact(kind, n, chunk):
+    x = torch.from_numpy(adversary(kind, n)).float()
+    for dtype in [torch.float32] if n > 10_000 else [torch.float32, torch.float64]:
+        p = x.to(dtype)
+        for ratio in (1e-9, 0.03, 0.3, 1.0):
+            c = tw.TopK(ratio, chunk=chunk)
+            found, values = c.encode(p).picked()
+            wanted = largest_of_chunks(p.numpy(), ratio, chunk)
+            assert np.array_equal(found.numpy(), wanted)
+            assert torch.equal(values, p[torch.from_numpy(wanted)])
+            assert found.numel() == c.max_chosen(n)
+            assert c.sends_all(n) == (found.numel() == n)
+
+
+def test_topk_of_chunks_whose_scales_jump():
+    """What one chunk says of the next is wrong every time, up and down by powers of ten."""
+    n, chunk = 40_960, 512
+    jumps = 10.0 ** (torch.arange(n // chunk) * 7919 % 61 - 30)
+    jumps[::5] = 0
+    x = (normal(n).view(-1, chunk) * jumps.unsqueeze(1)).flatten()
+    for p in (x, x.flip(0)):
+        found, _ = tw.TopK(0.03, chunk=chunk).encode(p).picked()
+        assert np.array_equal(found.numpy(), largest_of_chunks(p.numpy(), 0.03, chunk))
+
+
+def test_topk_of_chunks_of_a_sum():
+    total = torch.from_numpy(adversary("normal", 70_001)).float()
+    r = normal(70_001, 1)
+    x = total - r
+    for chunk in (100, 4096, 66_000):
+        found, values = tw.TopK(0.02, chunk=chunk).draft(x, residual=r).picked()
+        assert np.array_equal(found.numpy(), largest_of_chunks((x + r).numpy(), 0.02, chunk))
+        assert torch.equal(values, (x + r)[found.long()])
+
+
+@pytest.mark.parametrize("n", [1, 100, 5000, 70_001])
+def test_one_chunk_is_topk(n):
+    """Not a bit of the payload differs, but for the fingerprint."""
+    x, plain = normal(n), tw.TopK(0.03)
+    for chunk in (n, n + 1, 1 << 40):
+        frame = tw.pack(tw.TopK(0.03, chunk=chunk).encode(x))
+        wanted = tw.pack(plain.encode(x))
+        assert same(frame[20:], wanted[20:])
+    longer = plain.encode(x.repeat(3)).picked()[0]
+    assert longer.numel() == kept(3 * n, 0.03)
+
+
+@pytest.mark.parametrize("chunk", [64, 4096, 70_000])
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_topk_of_chunks_sees_what_is_not_finite(odd, chunk):
+    for at in (0, 63, 64, 100_000, 150_000):
+        x = normal(150_001)
+        x[at] = odd
+        assert tw.TopK(0.01, chunk=chunk).encode(x).non_finite
+        assert tw.TopK(0.01, chunk=chunk).draft(normal(150_001), residual=x).non_finite
+
+
 def positions_of(n: int, k: int, key: tw.Key) -> np.ndarray:
     return kernels.on(CPU).random_positions(n, k, key, CPU).numpy()
 
@@ -432,6 +502,60 @@ def test_onebit_sends_the_means(block, n):
                 assert (q[half] == np.float32(math.fsum(p[half].tolist()) / half.sum())).all()
 
 
+def two_bits(p: np.ndarray) -> np.ndarray:
+    """One block through TwoBit, with exact sums."""
+    size = np.abs(p)
+    large = size > np.float32(math.fsum(size.tolist()) / size.size)
+    out = np.zeros_like(p)
+    for kind in (large, ~large):
+        if kind.any():
+            out[kind] = np.float32(math.fsum(size[kind].tolist()) / kind.sum())
+    return np.where(p < 0, -out, out)
+
+
+@pytest.mark.parametrize("block", [8, 24, 4096, None])
+@pytest.mark.parametrize("n", [1, 100, 5000])
+def test_twobit_sends_signs_and_the_means_of_both_kinds(block, n):
+    for x in (heavy(n), normal(n), torch.ones(n), torch.arange(n) % 3 - 1.0):
+        got = through(tw.TwoBit(block), x)
+        for lo in range(0, n, block or n):
+            p, q = (t[lo : lo + (block or n)].numpy() for t in (x, got))
+            assert np.array_equal(q, two_bits(p))
+
+
+def test_twobit_turns_no_sign_and_keeps_the_mean_magnitude():
+    x = heavy(10_000)
+    wide = x.double()
+    for c in (tw.TwoBit(), tw.TwoBit(None), tw.TwoBit(64)):
+        got = through(c, x)
+        assert torch.equal(got.sign(), x.sign())
+        assert same(through(c, -x), -got)
+        # Both means are rounded to float32.
+        mean = wide.abs().mean().item()
+        assert got.double().abs().mean().item() == pytest.approx(mean, rel=2**-23)
+        kept_energy = got.double().square().sum().item()
+        lost = (got.double() - wide).square().sum().item()
+        assert lost == pytest.approx(wide.square().sum().item() - kept_energy, rel=1e-5)
+
+
+def test_twobit_of_few_large_ones_keeps_the_small_mean():
+    """Sums of both kinds are apart: the difference of two sums would have lost it."""
+    x = torch.full((1000,), 1e-3)
+    x[7] = -1e30
+    for name in ("cpu", "reference"):
+        with kernels.use(name):
+            got = through(tw.TwoBit(None), x)
+        assert torch.equal(got, x)
+
+
+def test_twobit_packs_two_bits():
+    pairs, packed = tw.TwoBit().encode(normal(10_000)).sections
+    assert (packed.numel(), pairs.numel()) == (2500, 2 * 3)
+    payload = tw.parse("topk:0.03125,chunk=4096|twobit").encode(normal(1 << 20))
+    # Gaps of 1/32 take 6.4 bits at best; two bits each, and the pairs.
+    assert payload.num_bytes * 8 < (1 << 15) * (6.6 + 2) + 8 * 64 + 64 * 8
+
+
 def test_onebit_packs_bits():
     pairs, packed = tw.OneBit(1024).encode(normal(10_000)).sections
     assert (packed.numel(), pairs.numel()) == (1250, 2 * 10)
@@ -455,7 +579,9 @@ def test_scaledsign_error(n):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", ["cpu", "reference"])
-@pytest.mark.parametrize("spec", ["onebit:none", "onebit:8", "scaledsign"])
+@pytest.mark.parametrize(
+    "spec", ["onebit:none", "onebit:8", "scaledsign", "twobit:none", "twobit:8"]
+)
 def test_means_of_the_largest_numbers_are_the_largest(spec, name):
     """Sums are rounded: some means lie beyond, where the largest number is meant."""
     top = torch.finfo(torch.float64).max

@@ -44,7 +44,7 @@ steps = st.integers(1, 10**9)
 blocks = st.none() | st.integers(1, 1 << 20).map(lambda n: 8 * n)
 maybe = st.sampled_from([None, True, False])
 sparsifiers = st.one_of(
-    st.builds(tw.TopK, ratios),
+    st.builds(tw.TopK, ratios, st.none() | st.integers(1, 1 << 40)),
     st.builds(tw.RandomK, ratios, maybe, st.booleans()),
     st.builds(tw.Bernoulli, ratios, maybe, st.booleans()),
     st.builds(tw.Threshold, positive),
@@ -63,6 +63,7 @@ dense = st.one_of(
     affine,
     st.builds(tw.QSGD, levels, blocks, st.sampled_from(["l2", "max"]), st.booleans()),
     st.builds(tw.OneBit, blocks),
+    st.builds(tw.TwoBit, blocks),
     signs,
     st.builds(tw.TernGrad, st.none() | positive),
     st.just(tw.Natural()),

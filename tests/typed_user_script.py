@@ -30,6 +30,8 @@ def compressors(gradient: Tensor, residual: Tensor) -> None:
         tw.TernGrad(),
         tw.Natural(),
         tw.OneBit(block=1024),
+        tw.TwoBit(block=4096),
+        tw.TopK(0.03, chunk=4096),
         tw.ScaledSign("l2"),
         tw.Tiered(0.01, large=tw.Cast("bf16"), small=tw.Quantize(2)),
         tw.NoCompression(),

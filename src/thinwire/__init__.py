@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         Threshold,
         Tiered,
         TopK,
+        TwoBit,
         list_compressors,
         parse,
     )
@@ -101,7 +102,7 @@ _NAMES = {
     "compressors": (
         *("QSGD", "ARCTopK", "Bernoulli", "Cast", "Compressor", "Lossless", "Natural"),
         *("NoCompression", "OneBit", "PowerSGD", "Quantize", "RandomK", "ScaledSign"),
-        *("TernGrad", "Threshold", "Tiered", "TopK", "list_compressors", "parse"),
+        *("TernGrad", "Threshold", "Tiered", "TopK", "TwoBit", "list_compressors", "parse"),
     ),
     "errors": ("FrameError", "MemoryLimitError", "MismatchError", "PeerError", "ThinwireError"),
     "feedback": ("list_feedbacks",),
@@ -160,6 +161,7 @@ __all__ = [
     "Threshold",
     "Tiered",
     "TopK",
+    "TwoBit",
     "Wire",
     "__version__",
     "all_gather",

@@ -453,7 +453,7 @@ def from_json(data: Any) -> Any:
     Nothing but registered classes can come of it, whatever the data.
 
     >>> from_json({"kind": "compressor", "name": "topk", "fields": {"ratio": 0.01}})
-    TopK(ratio=0.01)
+    TopK(ratio=0.01, chunk=None)
     """
     load_kinds()
     return _object(data, 0)

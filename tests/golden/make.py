@@ -86,6 +86,9 @@ FRAMES = {
     "overlay": Golden("tiered:0.02", kind="spikes"),
     "zipped-zstd": Golden("lossless", kind="few", repeatable=False),
     "zipped-zlib": Golden("topk:0.3|quantize:4|lossless:zlib", kind="few", repeatable=False),
+    "signed-pairs": Golden("twobit:64"),
+    "signed-pairs-whole": Golden("twobit:none", F64),
+    "chunks": Golden("topk:0.1,chunk=48|twobit", BF16, (20, 35)),
     "nested": Golden("topk:0.5|topk:0.5|quantize:4"),
 }
 

@@ -26,6 +26,7 @@ from thinwire.compressors import (
     TernGrad,
     Threshold,
     TopK,
+    TwoBit,
 )
 from thinwire.compressors.base import Compressor
 from thinwire.compressors.sparsifiers import kept
@@ -89,8 +90,18 @@ def cast(compressor: Cast) -> Eager | None:
 
 
 def top_k(compressor: TopK) -> Eager:
+    chunk, ratio = compressor.chunk, compressor.ratio
+
     def choose(p: Tensor) -> Tensor:
-        return p.abs().topk(kept(p.numel(), compressor.ratio), sorted=False).indices
+        n = p.numel()
+        if chunk is None or chunk >= n:
+            return p.abs().topk(kept(n, ratio), sorted=False).indices
+        rows = p[: n // chunk * chunk].abs().view(-1, chunk)
+        within = rows.topk(kept(chunk, ratio), dim=1, sorted=False).indices
+        at = (within + torch.arange(0, rows.numel(), chunk).unsqueeze(1)).view(-1)
+        rest = p[rows.numel() :].abs()
+        left = rest.topk(kept(rest.numel(), ratio), sorted=False).indices + rows.numel()
+        return torch.cat([at, left])
 
     return _sparse(choose)
 
@@ -262,6 +273,34 @@ def one_bit(compressor: OneBit) -> Eager:
     return Eager(encode, decode)
 
 
+def two_bit(compressor: TwoBit) -> Eager:
+    block = compressor.block
+
+    def encode(x: Tensor, r: Tensor) -> Parts:
+        r += x
+        rows = rows_of(r.abs(), block)
+        lengths = torch.full((len(rows), 1), rows.shape[1])
+        lengths[-1] -= rows.numel() - r.numel()  # the filling
+        large = rows > rows.sum(1, keepdim=True) / lengths
+        above = large.sum(1, keepdim=True)
+        high = rows.masked_fill(~large, 0).sum(1, keepdim=True) / above.clamp_min(1)
+        low = rows.masked_fill(large, 0).sum(1, keepdim=True) / (lengths - above).clamp_min(1)
+        sizes = torch.where(large, high, low).view(-1)[: r.numel()]
+        negative = r < 0
+        r -= torch.where(negative, -sizes, sizes)
+        kinds = large.view(torch.uint8).view(-1)[: r.numel()] << 1
+        return low, high, pack(negative.view(torch.uint8) | kinds, 2)
+
+    def decode(parts: Parts, n: int) -> Tensor:
+        low, high, packed = parts
+        levels = unpack(packed, 2, n)
+        large = rows_of(levels >> 1, block).bool()
+        sizes = torch.where(large, high, low).view(-1)[:n]
+        return torch.where((levels & 1).bool(), -sizes, sizes)
+
+    return Eager(encode, decode)
+
+
 # Small numbers in bytes, and tensors in rows
 
 
@@ -300,5 +339,6 @@ _MAKERS: dict[str, Callable[..., Eager | None]] = {
     "terngrad": terngrad,
     "natural": natural,
     "onebit": one_bit,
+    "twobit": two_bit,
     "scaledsign": scaled_sign,
 }

@@ -9,7 +9,7 @@ from thinwire.compressors.lossless import Lossless, NoCompression
 from thinwire.compressors.powersgd import PowerSGD
 from thinwire.compressors.quantizers import QSGD, Natural, Quantize, TernGrad
 from thinwire.compressors.registry import compressor_of, list_compressors, local_of, parse
-from thinwire.compressors.signs import OneBit, ScaledSign
+from thinwire.compressors.signs import OneBit, ScaledSign, TwoBit
 from thinwire.compressors.sparsifiers import (
     Bernoulli,
     RandomK,
@@ -41,6 +41,7 @@ __all__ = [
     "Threshold",
     "Tiered",
     "TopK",
+    "TwoBit",
     "compressor_of",
     "list_compressors",
     "local_of",

@@ -37,7 +37,7 @@ class Chain(LocalCompressor):
     Example:
         >>> import thinwire as tw
         >>> tw.TopK(0.01) | tw.OneBit()
-        TopK(ratio=0.01) | OneBit(block=1024)
+        TopK(ratio=0.01, chunk=None) | OneBit(block=1024)
     """
 
     stages: tuple[LocalCompressor, ...]

@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compressors.base import FLOATS, Compressor, LocalCompressor
 from thinwire.compressors.registry import parse
-from thinwire.compressors.sparsifiers import SparseCompressor
+from thinwire.compressors.sparsifiers import SparseCompressor, TopK
 from thinwire.frames import pack, unpack
 from thinwire.frames.payload import average_held
 from thinwire.kernels import Key
@@ -27,7 +27,7 @@ SPECS = (
     *("quantize:8", "topk:0.01", "quantize:8,symmetric=false", "quantize:8,none,symmetric=false"),
     *("scaledsign:l2", "randomk:0.01", "natural", "qsgd:7,none", "qsgd:7,entropy=true"),
     *("terngrad", "onebit", "bernoulli:0.01", "threshold:0.5", "tiered:0.05", "cast:fp8"),
-    *("none", "lossless"),
+    *("none", "lossless", "topk:0.01,chunk=1024", "twobit", "twobit:none"),
 )
 
 
@@ -55,15 +55,23 @@ class CompressorUse(KernelUse):
     def rehearse(self) -> None:
         compressor = parse(self.spec)
         assert isinstance(compressor, LocalCompressor)
-        for size in (SMALL, LARGE):
-            x = torch.randn(
-                size, generator=torch.Generator().manual_seed(0), dtype=self.dtype, device=CPU
-            )
-            _send(compressor, x)
-        # Where most elements are alike, Top-K takes yet another way.
-        _send(compressor, torch.zeros(LARGE, dtype=self.dtype, device=CPU))
+        for each in (compressor, *_chunkings(compressor)):
+            for size in (SMALL, LARGE):
+                x = torch.randn(
+                    size, generator=torch.Generator().manual_seed(0), dtype=self.dtype, device=CPU
+                )
+                _send(each, x)
+            # Where most elements are alike, Top-K takes yet another way.
+            _send(each, torch.zeros(LARGE, dtype=self.dtype, device=CPU))
         if isinstance(compressor, SparseCompressor):
             _write_positions()
+
+
+def _chunkings(compressor: Compressor) -> list[LocalCompressor]:
+    """Top-K in chunks goes other ways for tensors shorter than a chunk than for longer ones."""
+    parts = [compressor, *_parts(compressor)]
+    chunked = [each for each in parts if isinstance(each, TopK) and each.chunk is not None]
+    return [replace(each, chunk=chunk) for each in chunked for chunk in (None, SMALL // 3)]
 
 
 def _send(compressor: LocalCompressor, x: Tensor) -> None:
@@ -137,8 +145,16 @@ def _is_ours(compressor: Compressor) -> bool:
     """Nobody else's code is run before its time. Joint compressors have no kernels."""
     if not isinstance(compressor, LocalCompressor):
         return False
-    parts = [getattr(compressor, each.name) for each in fields(compressor)]
-    inner = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
-    return type(compressor).__module__.startswith("thinwire.") and all(
-        _is_ours(each) for each in inner if isinstance(each, Compressor)
-    )
+    inside = [compressor, *_parts(compressor)]
+    return all(type(each).__module__.startswith("thinwire.") for each in inside)
+
+
+def _parts(compressor: Compressor) -> Iterator[Compressor]:
+    """The compressors that one consists of, at any depth."""
+    values = [getattr(compressor, each.name) for each in fields(compressor)]
+    for part in [
+        one for value in values for one in (value if isinstance(value, tuple) else [value])
+    ]:
+        if isinstance(part, Compressor):
+            yield part
+            yield from _parts(part)

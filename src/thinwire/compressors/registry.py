@@ -7,7 +7,7 @@ from thinwire.compressors.chain import Chain
 from thinwire.compressors.lossless import Lossless, NoCompression
 from thinwire.compressors.powersgd import PowerSGD
 from thinwire.compressors.quantizers import QSGD, Natural, Quantize, TernGrad
-from thinwire.compressors.signs import OneBit, ScaledSign
+from thinwire.compressors.signs import OneBit, ScaledSign, TwoBit
 from thinwire.compressors.sparsifiers import Bernoulli, RandomK, Threshold, TopK
 from thinwire.compressors.tiered import Tiered
 from thinwire.spec import Kind, split
@@ -24,7 +24,7 @@ class _Compressors(Kind[Compressor]):
 
 COMPRESSORS = _Compressors("compressor", "compressors", Compressor, "topk:0.01")
 COMPRESSORS.add(NoCompression, Cast, TopK, RandomK, Bernoulli, Threshold)
-COMPRESSORS.add(Quantize, QSGD, OneBit, ScaledSign, TernGrad, Natural, Tiered, Lossless)
+COMPRESSORS.add(Quantize, QSGD, OneBit, TwoBit, ScaledSign, TernGrad, Natural, Tiered, Lossless)
 COMPRESSORS.add(PowerSGD, ARCTopK)
 COMPRESSORS.unnamed[Chain.name] = Chain
 

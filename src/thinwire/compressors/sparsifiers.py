@@ -189,8 +189,14 @@ class TopK(Sparsifier):
     k = max(1, ceil(d * ratio)); exact, ties go to the lower index. Contractive:
     ||C(x) - x||^2 <= (1 - k/d) ||x||^2. Biased, so use it with a residual.
 
+    With chunks the same is done to each by itself, so that every part of the tensor sends its
+    share. They are counted from the beginning of what is encoded as one: where a collective sends a
+    tensor in slices, that of a slice.
+
     Args:
         ratio: share of elements sent, in (0, 1]; smaller sends less.
+        chunk: elements of the flat tensor among which the k = max(1, ceil(chunk * ratio)) largest
+            are sent; the last chunk may be shorter, with a k of its own. None for all together.
 
     Example:
         >>> import torch, thinwire as tw
@@ -199,25 +205,37 @@ class TopK(Sparsifier):
         tensor([ 0., -3.,  2.,  0.])
 
     Reference: Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017;
-    Stich et al., Sparsified SGD with Memory, 2018.
+    Stich et al., Sparsified SGD with Memory, 2018. With chunks: Peng et al., DeMo: Decoupled
+    Momentum Optimization, 2024.
     """
 
     ratio: float
+    chunk: int | None = None
     name: ClassVar[str] = "topk"
 
     def __post_init__(self) -> None:
         check.fraction("TopK", "ratio", self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
+        if self.chunk is not None:
+            check.whole("TopK", "chunk", self.chunk, 1)
 
     def max_chosen(self, numel: int) -> int:
-        return kept(numel, self.ratio)
+        if self.chunk is None:
+            return kept(numel, self.ratio)
+        whole, rest = divmod(numel, self.chunk)
+        return whole * kept(self.chunk, self.ratio) + kept(rest, self.ratio)
 
     def sends_all(self, numel: int) -> bool:
-        return kept(numel, self.ratio) == numel
+        return self.max_chosen(numel) == numel
 
     def select(self, request: Request) -> Selection | None:
-        k = kept(request.numel, self.ratio)
-        chosen = kernels.on(request.x.device).top_k(request.x, request.r, k)
+        x, r, n, chunk = request.x, request.r, request.numel, self.chunk
+        kernel = kernels.on(x.device)
+        if chunk is None or chunk >= n:
+            chosen = kernel.top_k(x, r, kept(n, self.ratio))
+        else:
+            each, last = kept(chunk, self.ratio), kept(n % chunk, self.ratio)
+            chosen = kernel.chunk_top_k(x, r, chunk, each, last)
         return None if chosen is None else Selection(*chosen)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from thinwire.errors import FrameError
 from thinwire.frames.code import Code, Reader, varint
-from thinwire.frames.levels import Affine, Elias, Pairs, Powers, Uniform
+from thinwire.frames.levels import Affine, Elias, Pairs, Powers, SignedPairs, Uniform
 from thinwire.frames.positions import Overlay, Seeded, Sparse
 from thinwire.frames.values import Narrow, NonFinite, Raw, Scaled8
 from thinwire.frames.zipped import Zipped
@@ -42,7 +42,7 @@ CODES: dict[int, type[Code]] = {
     code.id: code
     for code in (
         *(NonFinite, Raw, Narrow, Scaled8, Sparse, Seeded, Uniform, Elias, Affine, Pairs, Powers),
-        *(Overlay, Zipped),
+        *(Overlay, Zipped, SignedPairs),
     )
 }
 

@@ -209,6 +209,41 @@ class Pairs(Code):
 
 
 @dataclass(frozen=True)
+class SignedPairs(Code):
+    """Two bits per element: a sign, and which of two magnitudes.
+
+    Sections: (small, large) for each block, then the levels packed into 2 bits each: bit 1 reads as
+    large, bit 0 as a minus sign.
+    """
+
+    block: int
+    id: ClassVar[int] = 13
+
+    def check(self, extent: Extent) -> None:
+        check_block(self.block)
+
+    def sections(self, extent: Extent) -> list[Section]:
+        return [
+            Section(extent.real, 2 * blocks(self.block, extent.numel)),
+            Section(torch.uint8, -(-extent.numel // 4)),
+        ]
+
+    def add(
+        self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
+    ) -> None:
+        pairs, levels = opened
+        kernels.on(out.device).add_signed_pairs(
+            out,
+            levels,
+            pairs.view(-1, 2),
+            block=fit(self.block, extent.numel),
+            weight=weight,
+            fresh=start.fresh,
+            plus=start.plus,
+        )
+
+
+@dataclass(frozen=True)
 class Powers(Code):
     """Signed powers of two below a common top, a byte each.
 

@@ -14,9 +14,11 @@ from thinwire.kernels.cpu.narrow import round_to_bfloat16
 from thinwire.kernels.cpu.pairs import add_pairs, encode_pairs
 from thinwire.kernels.cpu.powers import add_powers, encode_powers
 from thinwire.kernels.cpu.random import bernoulli_positions, random_positions, random_words
+from thinwire.kernels.cpu.signed_pairs import add_signed_pairs, encode_signed_pairs
 from thinwire.kernels.cpu.sparse import (
     above,
     all_finite,
+    chunk_top_k,
     scatter_add,
     scatter_add_many,
     scatter_mean,
@@ -32,17 +34,20 @@ __all__ = [
     "add_affine",
     "add_pairs",
     "add_powers",
+    "add_signed_pairs",
     "add_uniform",
     "all_finite",
     "bernoulli_positions",
     "bitmap_decode",
     "bitmap_encode",
     "checksum",
+    "chunk_top_k",
     "elias_decode",
     "elias_encode",
     "encode_affine",
     "encode_pairs",
     "encode_powers",
+    "encode_signed_pairs",
     "encode_uniform",
     "extent",
     "moments",

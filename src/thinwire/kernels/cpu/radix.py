@@ -69,7 +69,7 @@ def select(a, k):
 
 
 @jit
-def _pick(positions, values, bound, ties, out, picked):
+def pick(positions, values, bound, ties, out, picked):
     """Positions and values of all above `bound` and of the first `ties` equal to it."""
     found = 0
     for i in range(values.size):
@@ -87,7 +87,7 @@ def few_top_k(positions, values, k: int):
     bound = np.partition(bits, bits.size - k)[bits.size - k]
     ties = k - np.count_nonzero(bits > bound)
     out, picked = np.empty(k, positions.dtype), np.empty(k, values.dtype)
-    _pick(positions, values, np.int64(bound), ties, out, picked)
+    pick(positions, values, np.int64(bound), ties, out, picked)
     return out, picked
 
 

@@ -5,6 +5,10 @@ tensor collects all candidates above the bracket (and sees every NaN and infinit
 than any bracket), and a radix selection among the candidates is exact. When the sample misleads
 (too few candidates, or more than the buffer holds: constant tensors, mostly zero ones), the same
 radix selection runs over the whole tensor.
+
+Of each chunk of a tensor: neighbours are alike, so the bracket of one chunk, moved a little up or
+down, serves the next. It decides how long that takes and nothing else: the choice among the
+candidates is exact, and where they are too few a sample of the chunk is taken, or all of it.
 """
 
 import numpy as np
@@ -13,7 +17,7 @@ from numba.cpython.unsafe.numbers import trailing_zeros
 
 from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import ADD, INFINITY_BITS, INTEGER, ZERO, jit, magnitude
-from thinwire.kernels.cpu.radix import exact_top_k, few_top_k, keep, select
+from thinwire.kernels.cpu.radix import exact_top_k, few_top_k, keep, pick, select
 
 u32, u64 = np.uint32, np.uint64
 SAMPLE = 1 << 15
@@ -22,6 +26,9 @@ BLOCK = 512
 NEAR = 1 << 14  # elements whose memory stays in the second-level cache
 REGION = 1 << 20  # elements; 4 MB of float32 stay in the last-level cache
 COUNTED = 1 << 17  # elements; 1 MB of float32 and counts stay in the second-level cache
+FEW = 256  # samples of a chunk
+# A 32nd of a power of two, in the bits of a magnitude: by how much a bound moves.
+STEP = {np.dtype(np.float32): 1 << 18, np.dtype(np.float64): 1 << 47}
 
 
 def index_dtype(n: int):
@@ -183,6 +190,163 @@ def top_k(x: torch.Tensor, r: torch.Tensor | None, k: int):
     if positions.size > k:
         positions, values = few_top_k(positions, values, k)
     return torch.from_numpy(positions), torch.from_numpy(values)
+
+
+@jit
+def _collect_of_chunk(x, r, bound, first, positions, values):
+    """The number of positions and values of all |x + r| with bits >= bound; there is room."""
+    if x.size >= BLOCK:
+        return _collect(x, r, bound, first, positions, values)[0]
+    found = 0
+    for i in range(x.size):  # without a branch, as what comes next cannot be predicted
+        p = x[i] + r[i] if r.size else x[i]
+        positions[found] = first + i
+        values[found] = p
+        found += np.int64(magnitude(p) >= bound)
+    return found
+
+
+@jit
+def _collect_enough(x, r, k, aim, bound, first, sample, positions, values):
+    """(how many, bound): those that reach this bound, or a lower one that at least k do."""
+    if bound > 0:
+        found = _collect_of_chunk(x, r, bound, first, positions, values)
+        if found >= k:
+            return found, bound
+    if aim < x.size and x.size >= 4 * sample.size:
+        _sample(x, r, sample)
+        rank = _rank(sample.size, k, x.size)
+        if rank < sample.size:
+            lower = select(sample, sample.size - rank)
+            found = _collect_of_chunk(x, r, lower, first, positions, values)
+            if found >= k:
+                return found, lower
+    none = magnitude(x.dtype.type(0))
+    return _collect_of_chunk(x, r, none, first, positions, values), none
+
+
+@jit
+def _reaching(sizes, bound):
+    found = np.int32(0)
+    for i in range(sizes.size):
+        found = np.int32(found + np.int32(sizes[i] >= bound))
+    return np.int64(found)
+
+
+@jit
+def _divide(sizes, k, low, high):
+    """A bound that exactly k sizes reach, and 0; if there is none, the least that fewer reach, and
+    how many are missing.
+
+    At least k reach `low`, fewer reach `high`. By halving: counting is one vector instruction for
+    eight sizes, and ends long before two neighbours are found.
+    """
+    fewer = 0
+    while high - low > 1:
+        middle = sizes.dtype.type(low + (high - low) // 2)
+        found = _reaching(sizes, middle)
+        if found == k:
+            return middle, 0
+        if found > k:
+            low = np.int64(middle)
+        else:
+            high, fewer = np.int64(middle), found
+    return sizes.dtype.type(high), k - fewer
+
+
+@jit
+def _chunk_top_k(x, r, first, chunk, k, last, step, bits, places, found, positions, values):
+    """Fill positions and values; return the bits of the largest magnitude.
+
+    `bits`, `places` and `found` are memory to work in, for a chunk and a block more.
+    """
+    whole = bits.dtype.type
+    bound = whole(0)
+    highest = bound
+    done = 0
+    for lo in range(0, x.size, chunk):
+        hi = min(lo + chunk, x.size)
+        few = k if hi - lo == chunk else last
+        aim = np.int64(few + 4 * np.sqrt(few) + 8)  # candidates, so that too few are seldom
+        count, bound = _collect_enough(
+            x[lo:hi], r[lo:hi], few, aim, bound, first + lo, bits[:FEW], places, found
+        )
+        sizes, top = bits[:count], whole(0)
+        for i in range(count):
+            sizes[i] = magnitude(found[i])
+            top = max(top, sizes[i])
+        highest = max(highest, top)
+        edge, ties = _divide(sizes, few, np.int64(bound), np.int64(top) + 1)
+        if ties:
+            pick(places[:count], found[:count], np.int64(edge) - 1, ties, places, found)
+        else:
+            chosen = 0
+            for i in range(count):  # without a branch, as it could not be predicted
+                places[chosen] = places[i]
+                found[chosen] = found[i]
+                chosen += np.int64(sizes[i] >= edge)
+        end = done + few
+        positions[done:end] = places[:few]
+        values[done:end] = found[:few]
+        done = end
+        if count > 2 * aim:
+            bound = _divide(sizes, aim, np.int64(bound), np.int64(top) + 1)[0]
+        elif count < aim:
+            bound = whole(max(np.int64(bound) - step, 0))
+        elif 2 * count > 3 * aim:
+            bound = whole(np.int64(bound) + step)
+    return highest
+
+
+def chunk_top_k(x: torch.Tensor, r: torch.Tensor | None, chunk: int, k: int, last: int):
+    """(positions, values) of the k largest |x + r| of each chunk, ascending positions.
+
+    `last` is the k of what is left over behind the chunks, if there is something. Ties go to the
+    lower position.
+    """
+    if chunk > SMALL:
+        return _long_chunk_top_k(x, r, chunk, k, last)
+    xs, rs = arrays(x, r)
+    n, step = xs.size, STEP[xs.dtype]
+    count = n // chunk * k + last
+    positions, values = np.empty(count, index_dtype(n)), np.empty(count, xs.dtype)
+    parts = threads.ranges(n, chunk)
+    room = max(chunk, FEW) + BLOCK
+    scratch = {
+        lo: (
+            np.empty(room, INTEGER[xs.dtype]),
+            np.empty(room, positions.dtype),
+            np.empty(room, xs.dtype),
+        )
+        for lo, _ in parts
+    }
+
+    def work(lo, hi):
+        a, b = lo // chunk * k, count if hi == n else hi // chunk * k
+        return _chunk_top_k(
+            xs[lo:hi], rs[lo:hi], lo, chunk, k, last, step, *scratch[lo], positions[a:b],
+            values[a:b],
+        )  # fmt: skip
+
+    if max(threads.run(work, parts)) >= INFINITY_BITS[xs.dtype]:
+        return None
+    return torch.from_numpy(positions), torch.from_numpy(values)
+
+
+def _long_chunk_top_k(x: torch.Tensor, r: torch.Tensor | None, chunk: int, k: int, last: int):
+    """One chunk after the other, each as a tensor of its own."""
+    n = x.numel()
+    dtype = torch.int32 if n < 1 << 31 else torch.int64
+    pieces = []
+    for lo in range(0, n, chunk):
+        here = slice(lo, lo + chunk)
+        few = k if lo + chunk <= n else last
+        found = top_k(x[here], None if r is None else r[here], few)
+        if found is None:
+            return None
+        pieces.append((found[0].to(dtype).add_(lo), found[1]))
+    positions, values = zip(*pieces, strict=True)
+    return torch.cat(positions), torch.cat(values)
 
 
 @jit

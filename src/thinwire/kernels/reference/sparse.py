@@ -32,6 +32,28 @@ def top_k(x: Tensor, r: Tensor | None, k: int) -> Chosen | None:
     return positions.to(index_dtype(p.numel())), p[positions]
 
 
+def chunk_top_k(x: Tensor, r: Tensor | None, chunk: int, k: int, last: int) -> Chosen | None:
+    """(positions, values) of the k largest |x + r| of each chunk, ascending positions.
+
+    `last` is the k of what is left over behind the chunks, if there is something. Ties go to the
+    lower position.
+    """
+    p = total(x, r)
+    if not bool(torch.isfinite(p).all()):
+        return None
+    whole = p.numel() // chunk * chunk
+    rows = p[:whole].abs().view(-1, chunk)
+    bound = torch.topk(rows, k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    keep, ties = rows > bound, rows == bound
+    keep |= ties & (ties.cumsum(1) <= k - keep.sum(1, keepdim=True))
+    positions = torch.nonzero(keep.flatten()).squeeze(1)
+    if last:
+        rest = top_k(p[whole:], None, last)
+        assert rest is not None
+        positions = torch.cat([positions, rest[0].long() + whole])
+    return positions.to(index_dtype(p.numel())), p[positions]
+
+
 def above(x: Tensor, r: Tensor | None, value: float) -> Chosen | None:
     """(positions, values) of all |x + r| >= value, ascending positions."""
     p = total(x, r)
