@@ -13,6 +13,7 @@ from thinwire.compressors import Compressor
 from thinwire.feedback import DGC, Feedback, Vote
 from thinwire.methods import NamedMethod, Recipe, method_of
 from thinwire.parallel.momentum import with_momentum
+from thinwire.parallel.optimizers import check_optimizer
 from thinwire.policies.base import ByName, Fixed, Policy, TensorInfo, policy_of
 from thinwire.reducer.units import UnitReducer
 
@@ -38,7 +39,8 @@ class Configuration:
             None for no such rule.
         exclude: patterns of names of tensors that are sent uncompressed.
         scaler: of the loss.
-        optimizer: whose momentum `feedback` takes over, if it does.
+        optimizer: that takes the averages, if that is known.
+        takes_momentum: whether `feedback` takes over the optimizer's momentum.
         seed: for compressors that draw random numbers.
         check_every: compare the replicas every so many steps; 0 for never.
         measure_every: steps between two measurements of the compression error; 0 for never.
@@ -51,6 +53,7 @@ class Configuration:
     exclude: tuple[str, ...]
     scaler: Scaler | None
     optimizer: Optimizer | None
+    takes_momentum: bool
     seed: int
     check_every: int
     measure_every: int
@@ -82,6 +85,8 @@ class Configuration:
                 raise ValueError(f"{what} must be a number of steps, 0 for never, got {value!r}")
         if scaler is not None:
             _check_scaler(scaler)
+        if optimizer is not None:
+            check_optimizer(optimizer)
         options = Options.of(
             group, collective=collective, nodes=nodes, max_bytes=max_bytes, timeout=timeout
         )
@@ -107,7 +112,8 @@ class Configuration:
             min_numel=min_numel,
             exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
             scaler=scaler,
-            optimizer=optimizer if recipe is not None and recipe.momentum else None,
+            optimizer=optimizer,
+            takes_momentum=recipe is not None and recipe.momentum,
             seed=seed,
             check_every=check_every,
             measure_every=measure_every,
