@@ -31,7 +31,7 @@ from nets import (
 from tensors import same
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import thinwire as tw
 
@@ -306,7 +306,7 @@ def test_a_step_that_the_scaler_skips_leaves_no_trace(feedback, where, granulari
 
 def on_forgotten_scaler() -> dict[str, list[str]]:
     """The warnings of trainings that differ in who takes the optimizer's steps."""
-    found, before = {}, set(_global_optimizer_pre_hooks)
+    found, before = {}, set(_global_optimizer_post_hooks)
     for case, (options, enabled) in UNTOLD.items():
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=enabled)
         if case == "told":
@@ -328,7 +328,7 @@ def on_forgotten_scaler() -> dict[str, list[str]]:
                     scaler.update()
         ours = [w for w in caught if issubclass(w.category, tw.errors.ThinwireWarning)]
         found[case] = [str(w.message) for w in ours]
-    found["hooks"] = [str(hook) for hook in set(_global_optimizer_pre_hooks) - before]
+    found["hooks"] = [str(hook) for hook in set(_global_optimizer_post_hooks) - before]
     return found
 
 

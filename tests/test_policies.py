@@ -21,6 +21,7 @@ from thinwire.policies import (
     Chooser,
     Journal,
     Measured,
+    OptimizerKind,
     Policy,
     PolicyContext,
     TensorInfo,
@@ -108,7 +109,7 @@ def test_every_policy_has_a_name_and_a_line():
         ("layerwise:nowhere.toml", "Layerwise: cannot read rules from 'nowhere.toml'"),
         ("layerwise:(a=topq)", "Layerwise: unknown compressor or policy 'topq'"),
         ("slow", "unknown compressor or policy 'slow'; policies: accuracy, auto, bandwidth"),
-        ("auto:0", "Warmup: steps must be a number of steps from 1, got 0"),
+        ("auto:0", "Auto: warmup must be a number of steps from 1, got 0"),
     ],
 )  # fmt: skip
 def test_a_wrong_policy_says_what_is_wrong(spec, said):
@@ -348,6 +349,7 @@ class Link:
 
     def __init__(self, chooser: Any, where: PolicyContext, seed: int = 0) -> None:
         self.chooser, self.where = chooser, where
+        chooser.note_optimizer(OptimizerKind.OTHER)
         self.draw = random.Random(seed)
         self.ladder = ladder_of(tw.parse("topk:0.01|quantize:4"))
         self.seconds = 0.0
@@ -364,14 +366,16 @@ class Link:
         self.step += 1
         choice = self.chooser.choose(self.where.tensors[0], self.step)
         num_bytes = bytes_of(choice, self.where.tensors, 4, True)
-        rows = []
+        rows, longest = [], 0.0
         for rank in range(4):
             network = self.noisy(0.003 + 8 * num_bytes / rate) + (slow if rank else 0.0)
             codec = self.noisy(0.004 if choice is not None else 0.0005)
             waiting = max(0.0, network + codec - 0.05)
             step = self.noisy(0.1) + waiting
-            rows.append(list(Measured(step, 0.05, waiting, network, codec, num_bytes)))
-        self.seconds += max(row[0] for row in rows)
+            measured = Measured(step, 0.05, waiting, network, codec, num_bytes)
+            rows.append(self.chooser.report(measured))
+            longest = max(longest, step)
+        self.seconds += longest
         self.chooser.learn(self.step, rows)
         return str(choice)
 

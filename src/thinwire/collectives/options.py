@@ -80,10 +80,16 @@ class Options:
                 "Average over all ranks, or use a compressor that each rank chooses with (TopK, "
                 "Threshold, RandomK and chains of them)"
             )
-        if self.collective != "auto":
-            unsuited = suits(self.collective, compressor)
-            if unsuited is not None:
-                raise ValueError(f"{compressor} cannot go through {self.collective!r}: {unsuited}")
+        unsuited = self._unsuited(compressor)
+        if unsuited is not None:
+            raise ValueError(f"{compressor} cannot go through {self.collective!r}: {unsuited}")
+
+    def carries(self, compressor: Compressor) -> bool:
+        """Whether a compressor can go through the collective."""
+        return self._unsuited(compressor) is None
+
+    def _unsuited(self, compressor: Compressor) -> str | None:
+        return None if self.collective == "auto" else suits(self.collective, compressor)
 
 
 def _bytes_given(max_bytes: Any) -> int | None:

@@ -186,7 +186,9 @@ def uses_of_method(
     if method.policy is None:
         return []
     types = [torch.float32] if dtypes is None else dtypes
-    uses = uses_of(method.policy.compressors, types)
+    compressors = method.policy.compressors
+    others = [each for each in method.policy.under_adam if each not in compressors]
+    uses = uses_of([*compressors, *others], types)
     if isinstance(method.feedback, Remembering):
         uses += storage_uses([method.feedback.storage], types)
     return uses

@@ -67,7 +67,9 @@ def attach(
         exclude: patterns of parameter names, as in a shell ("embed*", "*.head.*").
         scaler: the GradScaler of this model, if there is one: residuals follow its scale and stay
             as they were in steps that it skips (at the cost of a second copy of the residuals).
-        optimizer: that trains the model; needed by "dgc", which takes its momentum over.
+        optimizer: that trains the model; needed by "dgc", which takes its momentum over. Otherwise
+            its first step shows whether it is like Adam, for which "auto" goes another way and
+            sparse or 1-bit gradients give a warning.
         seed: for compressors that draw random numbers; the same on all ranks.
         check_every: compare the replicas every so many steps; 0 for never.
         measure_every: steps between two measurements of the compression error; 0 for never.

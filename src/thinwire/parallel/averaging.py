@@ -101,7 +101,8 @@ class AveragingWire(Wire):
         planner = Planner(self._compressor_of, "bucket" if together else "tensor")
         pieces = [Piece(name, tensor.nbytes, tensor.dtype) for name, tensor in tensors.items()]
         plan = planner.add(pieces, last=True)
-        for planned in plan if together else ():
+        # What a policy may choose later must not end a training.
+        for planned in plan if together and self._choices.fixed else ():
             if isinstance(planned.compressor, JointCompressor):
                 raise ValueError(
                     f"{planned.compressor} sees each tensor by itself: leave out together=True"

@@ -16,6 +16,7 @@ from thinwire.policies.base import (
     Fixed,
     Journal,
     Measured,
+    OptimizerKind,
     Policy,
     PolicyContext,
     TensorInfo,
@@ -71,6 +72,9 @@ class Choices:
 
     def observe(self, value: float) -> None:
         """A validation came to this."""
+
+    def note_optimizer(self, kind: OptimizerKind) -> None:
+        """What takes the averages, as far as this rank knows."""
 
     def explain(self) -> list[str]:
         """Sentences on what is done, and why."""
@@ -226,6 +230,9 @@ class PolicyRunner(Choices):
     def observe(self, value: float) -> None:
         self.chooser.observe(value)
 
+    def note_optimizer(self, kind: OptimizerKind) -> None:
+        self.chooser.note_optimizer(kind)
+
     def explain(self) -> list[str]:
         return self.chooser.explain()
 
@@ -278,7 +285,7 @@ def choices_of(
         step: that comes first.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
-    chooser = policy.begin(PolicyContext(tensors, size, feedback, journal))
+    chooser = policy.begin(PolicyContext(tensors, size, feedback, journal, options))
     if chooser.fixed:
         chosen = {tensor.name: chooser.choose(tensor, step) for tensor in tensors}
         return Choices(policy, by_name, chosen, chooser.explain())

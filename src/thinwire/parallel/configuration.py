@@ -13,6 +13,7 @@ from thinwire.compressors import Compressor
 from thinwire.feedback import DGC, Feedback, Vote
 from thinwire.methods import LocalRecipe, NamedMethod, Recipe, method_of
 from thinwire.parallel.momentum import with_momentum
+from thinwire.parallel.optimizers import check_optimizer
 from thinwire.policies.base import ByName, Fixed, Policy, TensorInfo, policy_of
 from thinwire.reducer.units import AVERAGES, UnitReducer
 
@@ -38,7 +39,8 @@ class Configuration:
             None for no such rule.
         exclude: patterns of names of tensors that are sent uncompressed.
         scaler: of the loss.
-        optimizer: whose momentum `feedback` takes over, if it does.
+        optimizer: that takes the averages, if that is known.
+        takes_momentum: whether `feedback` takes over the optimizer's momentum.
         seed: for compressors that draw random numbers.
         average: over whom, "world" or "senders".
         check_every: compare the replicas every so many steps; 0 for never.
@@ -52,6 +54,7 @@ class Configuration:
     exclude: tuple[str, ...]
     scaler: Scaler | None
     optimizer: Optimizer | None
+    takes_momentum: bool
     seed: int
     average: str
     check_every: int
@@ -88,6 +91,8 @@ class Configuration:
             raise ValueError(f"average must be {known}, got {average!r}")
         if scaler is not None:
             _check_scaler(scaler)
+        if optimizer is not None:
+            check_optimizer(optimizer)
         options = Options.of(
             group, collective=collective, nodes=nodes, max_bytes=max_bytes, timeout=timeout
         )
@@ -118,7 +123,8 @@ class Configuration:
             min_numel=min_numel,
             exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
             scaler=scaler,
-            optimizer=optimizer if recipe is not None and recipe.momentum else None,
+            optimizer=optimizer,
+            takes_momentum=recipe is not None and recipe.momentum,
             seed=seed,
             average=average,
             check_every=check_every,

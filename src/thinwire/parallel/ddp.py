@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.compressors import Compressor
 from thinwire.feedback.base import Update
 from thinwire.kernels import Key
+from thinwire.parallel.optimizer_watch import OptimizerWatch
 from thinwire.parallel.plan import Piece, PlannedExchange, Planner
 from thinwire.parallel.replicas import ReplicaCheck
-from thinwire.parallel.scaler import ScalerWatch
 from thinwire.parallel.step import ExchangeStep, raise_first
 from thinwire.parallel.wire import Layout, Wire
 from thinwire.policies.base import Measured
@@ -105,7 +105,7 @@ class DDPHook:
         self._sparse: set[str] = set()
         self._ended = time.perf_counter()  # the last backward pass
         self._registered: RegisteredHook | None = None
-        self._watch: ScalerWatch | None = None
+        self._watch: OptimizerWatch | None = None
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._pass = self._new_pass()
 
@@ -133,8 +133,7 @@ class DDPHook:
         registered.current = self
         self._registered = registered
         self._ddp = weakref.ref(ddp)  # which holds this hook
-        if self.wire._configuration.scaler is None:
-            self._watch = ScalerWatch(self._parameters.values(), self._reducer)
+        self._watch = OptimizerWatch(self._parameters, self.wire)
 
     def detach(self) -> None:
         if self._registered is not None:

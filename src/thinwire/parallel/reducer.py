@@ -49,7 +49,8 @@ class Reducer(AveragingWire):
         scaler: the GradScaler, if there is one: residuals follow its scale and stay as they were
             in steps that it skips (at the cost of a second copy of the residuals). Average
             gradients before they are unscaled.
-        optimizer: that takes the averages; needed by "dgc", which takes its momentum over.
+        optimizer: that takes the averages; needed by "dgc", which takes its momentum over. "auto"
+            goes by it, and sparse or 1-bit tensors for one like Adam give a warning.
         seed: for compressors that draw random numbers; the same on all ranks.
         check_every: compare the averages of all ranks every so many steps; 0 for never.
         measure_every: steps between two measurements of the compression error; 0 for never.
@@ -150,7 +151,8 @@ class Reducer(AveragingWire):
 
         Args:
             tensors: by name.
-            together: compress them as one: the largest elements of all tensors, not of each.
+            together: compress them as one: the largest elements of all tensors, not of each. Where
+                a policy chooses PowerSGD for a tensor, that is compressed by itself all the same.
             async_op: return at once; the tensors belong to the call until the handle has ended.
                 Where a policy learns, all ranks wait for their handles in the same order.
         """

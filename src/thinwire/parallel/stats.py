@@ -17,6 +17,7 @@ from thinwire.formatting import (
     text_of,
 )
 from thinwire.kernels import Key
+from thinwire.policies.base import OptimizerKind
 from thinwire.reducer.unit import Unit
 from thinwire.telemetry import Ledger, Line
 
@@ -186,8 +187,12 @@ def explanation_of(wire: "Wire") -> str:
     lines = [
         f"{wire.policy} decides on {plural(len(chosen_for), 'tensor')} with {elements:,} elements; "
         f"{rest} small or excluded ones are always sent uncompressed. {kept} ({feedback}).",
-        *wire._choices.explain(),
     ]
+    if wire._optimizer.kind:
+        like_adam = wire._optimizer.kind == OptimizerKind.ADAM_LIKE
+        what = ", which divides by a running second moment of the gradient" if like_adam else ""
+        lines.append(f"The optimizer is {wire._optimizer.name}{what}.")
+    lines += wire._choices.explain()
     total = stats["total"]
     if wire.step and total["bytes_sent"]:
         waited = 1e3 * stats["seconds_per_step"].get("waiting", 0.0)

@@ -1,17 +1,20 @@
 """What a wire knows, whoever drives it: the hook of DDP, or a loop of one's own (`Reducer`)."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire import check
 from thinwire.collectives.compiling import compile_in
 from thinwire.compressors import Compressor, LocalCompressor
 from thinwire.compressors.base import FLOATS
 from thinwire.compressors.compiling import uses_of
+from thinwire.errors import ThinwireWarning
 from thinwire.feedback import DGC, EF14, NoFeedback, feedback_for
 from thinwire.feedback.base import Remembering, Update
 from thinwire.feedback.state import storage_uses
@@ -19,8 +22,9 @@ from thinwire.kernels import Key
 from thinwire.parallel.choices import Choices, NoChoices, choices_of
 from thinwire.parallel.configuration import Configuration
 from thinwire.parallel.momentum import take_momentum
+from thinwire.parallel.optimizers import KnownOptimizer, objection, trained_by
 from thinwire.parallel.stats import ErrorMeter, Stats, explanation_of, stats_of, table_of
-from thinwire.policies.base import Decision, Journal, Policy, TensorInfo
+from thinwire.policies.base import Decision, Journal, OptimizerKind, Policy, TensorInfo
 from thinwire.policies.layerwise import Layerwise
 from thinwire.reducer.saved_state import (
     ReducerState,
@@ -81,6 +85,7 @@ class Wire:
         self._choices: Choices = NoChoices(configuration.policy_of(()))
         self._tensors: dict[str, TensorInfo] = {}
         self._parameters: dict[str, Tensor] = {}  # tensors like them
+        self._optimizer = KnownOptimizer()
         self._meter = ErrorMeter(self._reducer.ledger)
         self._scale = 1.0  # of the loss, and with it of all that is remembered
         self._writers: list[tuple[Scalars, int]] = []
@@ -157,8 +162,9 @@ class Wire:
     def _take_momentum(self) -> None:
         """Have the optimizer's momentum act before compression, if that was asked for."""
         feedback, optimizer = self._configuration.feedback, self._configuration.optimizer
-        if optimizer is not None:
+        if self._configuration.takes_momentum:
             assert isinstance(feedback, DGC)
+            assert optimizer is not None
             self._return_momentum = take_momentum(optimizer, feedback)
 
     def _learn_tensors(
@@ -191,6 +197,30 @@ class Wire:
             reducer.decide(policy.main)
         self._choices, self._tensors, self._parameters = choices, known, like
         self._log_choices(tensors)
+        self._choices.note_optimizer(self._optimizer.kind)
+        if configuration.optimizer is not None:
+            # The tensors of a loop of one's own are no parameters: any optimizer concerns all.
+            trained = trained_by(configuration.optimizer, like) or like.keys()
+            self._note_optimizer(configuration.optimizer, trained)
+
+    def _note_optimizer(self, optimizer: Optimizer, trained: Iterable[str]) -> None:
+        """This optimizer takes the averages of these tensors, perhaps one of several."""
+        found = KnownOptimizer.of(optimizer)
+        if self._optimizer.kind >= found.kind or self._choices.tensors.keys().isdisjoint(trained):
+            return
+        self._optimizer = found
+        self._choices.note_optimizer(found.kind)
+        if found.kind == OptimizerKind.ADAM_LIKE:
+            why = objection(self.policy, self._reducer.feedback)
+            if why is not None:
+                warnings.warn(
+                    f"{found.name} divides by a running second moment of the gradient, and {why}. "
+                    "Training will be slower than uncompressed, or end at a higher loss. Use "
+                    'tw.LocalSteps(model, optimizer, "adam-update"), "quantize:4" or "powersgd:4" '
+                    "instead (docs/which-method.md)",
+                    ThinwireWarning,
+                    stacklevel=3,
+                )
 
     def _chosen_for(self, tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
         """The tensors that a policy chooses for; all others are sent uncompressed."""
@@ -200,7 +230,9 @@ class Wire:
         """Have all kernels compiled that training may need: not in the first step."""
         options, feedback = self._reducer.options, self._reducer.feedback
         inside = [] if options.nodes is None else [options.nodes.inner]
-        compressors = [UNCOMPRESSED, *policy.compressors, *inside]
+        others = [each for each in policy.under_adam if each not in policy.compressors]
+        others = [each for each in others if options.carries(each)]
+        compressors = [UNCOMPRESSED, *policy.compressors, *others, *inside]
         kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
         for device in {device for device, _ in kinds}:
             dtypes = {dtype for other, dtype in kinds if other == device and dtype in FLOATS}

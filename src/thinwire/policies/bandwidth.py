@@ -1,5 +1,6 @@
 """Compression as strong as the network needs, and no stronger: `Bandwidth`, and `Auto` with it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -12,14 +13,14 @@ from thinwire.policies.base import (
     Choice,
     Chooser,
     Measured,
+    OptimizerKind,
     Policy,
     PolicyContext,
     TensorInfo,
-    how,
     inner_compressor,
 )
-from thinwire.policies.ladder import bytes_of, ladder_of
-from thinwire.policies.schedule import Warmup
+from thinwire.policies.ladder import STEADY_KINDS, Rung, ladder_of, steady_ladder
+from thinwire.policies.schedule import WarmingUp
 
 FIRST = 2  # steps that are not looked at: connections and kernels are made in them
 STEADY = 2  # steps with one choice before the next one is made
@@ -29,8 +30,9 @@ RARELY = 64  # the same, after tries that were expensive
 SURPRISE = 2.0  # times more or less than before, twice: the link has changed
 NEARLY = 1.2  # times the least that is as good when nothing fits: the lightest of them
 OLD = 100  # steps after which what another choice took is forgotten
+SMALLER = 1.2  # times fewer bytes than the rung before: otherwise a rung is no use
 _FIELDS = 6  # numbers of a rank
-STRONGEST = TopK(0.01) | Quantize(4)  # of Auto
+STRONGEST = TopK(0.01) | Quantize(4)  # of Auto, where the optimizer is not like Adam
 
 
 @dataclass(frozen=True)
@@ -71,19 +73,37 @@ class Bandwidth(Policy):
         return self.then
 
     def begin(self, context: PolicyContext) -> Chooser:
-        return _Following(self, context)
+        return _Following(self.target, _rungs_of(self.then), context)
+
+
+def _rungs_of(strongest: Compressor) -> tuple[Rung, ...]:
+    return tuple(map(Rung, ladder_of(strongest)))
 
 
 class _Following(Chooser):
+    """
+    Args:
+        rungs: light to strong, the first of them uncompressed.
+        thinned: leave out those that the collective does not carry, or that are no smaller than the
+            one before. They keep their place, so that a state fits any number of ranks.
+    """
+
     num_reports = _FIELDS
 
-    def __init__(self, policy: Bandwidth, context: PolicyContext) -> None:
-        self._target = policy.target
+    def __init__(
+        self, target: float, rungs: Sequence[Rung], context: PolicyContext, thinned: bool = False
+    ) -> None:
+        self._target = target
         self._journal = context.journal
-        self._rungs = ladder_of(policy.then)
-        self._bytes = [
-            bytes_of(rung, context.tensors, context.size, context.feedback) for rung in self._rungs
-        ]
+        self._rungs = rungs
+        self._bytes = [rung.num_bytes(context) for rung in rungs]
+        self._usable = list(range(len(rungs)))
+        if thinned:
+            self._usable = [0]
+            for i, rung in enumerate(rungs):
+                smaller = SMALLER * self._bytes[i] <= self._bytes[self._usable[-1]]
+                if smaller and rung.suits(context):
+                    self._usable.append(i)
         self._held = False
         self._rung = 0
         self._seen = 0  # steps
@@ -101,8 +121,18 @@ class _Following(Chooser):
         self._codec = [0.0] * count  # seconds, the least of the last ones
         self._last = (0.0, 0.0, 0.0)  # of a step: computing, window, waiting
 
-    def choose(self, tensor: TensorInfo, step: int) -> Choice:
+    @property
+    def rung(self) -> Rung:
+        """In use."""
         return self._rungs[self._rung]
+
+    @property
+    def ladder(self) -> list[Rung]:
+        """All that may be used, light to strong."""
+        return [self._rungs[i] for i in self._usable]
+
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
+        return self.rung.choose(tensor)
 
     def report(self, measured: Measured) -> list[float]:
         return list(measured)
@@ -176,6 +206,8 @@ class _Following(Chooser):
         return [
             (self._times[i] or self._seconds(size + rest))
             + (self._codec[i] or (usual if i else 0.0))
+            if i in self._usable
+            else math.inf
             for i, size in enumerate(self._bytes)
         ]
 
@@ -196,8 +228,12 @@ class _Following(Chooser):
         elif now not in fitting or self._lighter >= PATIENCE:
             self._move(step, fitting[0], costs, allowed)
         elif now and (back >= 0 or step - self._since >= self._wait):
-            self._move(step, now - 1, costs, allowed, "a try")
+            self._move(step, self._at_most(now - 1), costs, allowed, "a try")
             self._from = now
+
+    def _at_most(self, rung: int) -> int:
+        """This rung, or the strongest usable one that is lighter."""
+        return max(i for i in self._usable if i <= rung)
 
     def _move(
         self, step: int, rung: int, costs: list[float], allowed: float, word: str = ""
@@ -207,12 +243,17 @@ class _Following(Chooser):
             f"communication would take {1e3 * costs[self._rung]:.0f} ms, now "
             f"{1e3 * costs[rung]:.0f} ms; {1e3 * allowed:.0f} ms are hidden or allowed"
         )
-        self._rung, self._steady, self._lighter, self._since = rung, 0, 0, step + 1
-        self._journal.note(step + 1, "all", self._rungs[rung], why)
+        self._rung = rung
+        self.begin_at(step + 1, why)
+
+    def begin_at(self, step: int, why: str) -> None:
+        """Tensors are sent with this rung from a step on."""
+        self._steady, self._lighter, self._since, self._from = 0, 0, step, -1
+        self._journal.note(step, "all", str(self.rung), why)
 
     def explain(self) -> list[str]:
         computing, window, waiting = self._last
-        words = how(self._rungs[self._rung])
+        words = f"with {self.rung}" if self._rung else f"{self.rung}"
         lines = [f"Since step {self._since} tensors are sent {words}, as the network asks for it."]
         size, seconds = self._sizes[self._rung], self._times[self._rung]
         if seconds:
@@ -223,9 +264,10 @@ class _Following(Chooser):
                 f"{size / 1e6:.3g} MB in {1e3 * seconds:.0f} ms ({rate:.3g} Mbit/s)."
             )
             costs = self._costs(size)
+            last = self._usable[-1]
             lines.append(
                 f"Communication is thought to take {1e3 * costs[0]:.0f} ms uncompressed, "
-                f"{1e3 * costs[-1]:.0f} ms with {self._rungs[-1]}."
+                f"{1e3 * costs[last]:.0f} ms with {self._rungs[last]}."
             )
         return lines
 
@@ -239,6 +281,8 @@ class _Following(Chooser):
         counts = [int(number) for number in state[:7]]
         self._rung, self._steady, self._lighter, self._odd, self._since = counts[:5]
         self._from, self._wait = counts[5:]
+        self._rung = self._at_most(self._rung)
+        self._from = self._at_most(self._from) if self._from >= 0 else -1
         self._seen = 0  # a new process makes its connections and kernels anew
         self._last, self._shortest = (state[7], state[8], state[9]), state[10]
         n = len(self._rungs)
@@ -252,7 +296,12 @@ class Auto(Policy):
     """No compression where the network is fast; as much as it needs where it is not.
 
     Small tensors are always uncompressed. So is everything in a short warm-up. Then `Bandwidth`
-    chooses, up to the largest one in a hundred in four bits, with what is left out remembered.
+    chooses, with what is left out remembered. How far it goes depends on the optimizer:
+
+    - like Adam, or unknown: 16 bits, 8, 4, then a low rank (PowerSGD) of the matrices for which
+      that is smaller. All of these send every element in every step. What arrives in bursts would
+      inflate the second moment that Adam divides by.
+    - any other (SGD, Lion, Muon): up to the largest one in a hundred in four bits.
 
     Args:
         warmup: steps before the first compression.
@@ -269,23 +318,101 @@ class Auto(Policy):
     name: ClassVar[str] = "auto"
 
     def __post_init__(self) -> None:
-        self._made()
-
-    def _made(self) -> Warmup:
-        return Warmup(self.warmup, Bandwidth(STRONGEST, self.target))
+        check.steps("Auto", "warmup", self.warmup)
+        check.positive("Auto", "target", self.target)
 
     @property
     def main(self) -> Compressor:
         return STRONGEST
 
+    @property
+    def under_adam(self) -> tuple[Compressor, ...]:
+        return STEADY_KINDS
+
     def begin(self, context: PolicyContext) -> Chooser:
-        return _Explained(self._made().begin(context))
+        ladders = _Ladders(self.target, context)
+        return _Explained(WarmingUp(ladders, self.warmup, context.journal), ladders)
+
+
+class _Ladders(Chooser):
+    """Two ladders, of which the optimizer decides.
+
+    Each rank reports what it knows of the optimizer; the largest kind counts. Until one is known
+    the ladder is that for Adam, which is safe under all of them.
+    """
+
+    num_reports = 1 + _FIELDS
+
+    def __init__(self, target: float, context: PolicyContext) -> None:
+        self._journal = context.journal
+        self._sparse = _Following(target, _rungs_of(STRONGEST), context)
+        self._steady = _Following(target, steady_ladder(context), context, thinned=True)
+        self._own = OptimizerKind.UNKNOWN  # as far as this rank knows
+        self.kind = OptimizerKind.UNKNOWN  # as far as all ranks have heard
+        self._held = False
+
+    @property
+    def used(self) -> _Following:
+        """The ladder in use."""
+        return self._sparse if self.kind == OptimizerKind.OTHER else self._steady
+
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
+        return self.used.choose(tensor, step)
+
+    def note_optimizer(self, kind: OptimizerKind) -> None:
+        self._own = kind
+
+    def report(self, measured: Measured) -> list[float]:
+        return [float(self._own), *self.used.report(measured)]
+
+    def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
+        before = self.used
+        compressed = before.rung.compressor is not None
+        self.kind = OptimizerKind(int(max(row[0] for row in rows))) or self.kind
+        for ladder in (self._sparse, self._steady):
+            ladder.hold(self._held or ladder is not self.used)
+            # What was sent uncompressed says as much about the link to the other ladder.
+            if ladder is before or not (compressed or ladder.rung.compressor is not None):
+                ladder.learn(step, [row[1:] for row in rows])
+        if self.used is not before and compressed:
+            self.used.begin_at(step + 1, "the optimizer became known")
+
+    def hold(self, held: bool) -> None:
+        self._held = held
+
+    def explain(self) -> list[str]:
+        return self.used.explain()
+
+    def state(self) -> list[float]:
+        return [float(self.kind), *self._sparse.state(), *self._steady.state()]
+
+    def load(self, state: Sequence[float]) -> None:
+        middle = 1 + len(self._sparse.state())
+        self.kind = OptimizerKind(int(state[0]))
+        self._sparse.load(state[1:middle])
+        self._steady.load(state[middle:])
 
 
 class _Explained(Around):
+    def __init__(self, inner: Chooser, ladders: _Ladders) -> None:
+        super().__init__(inner)
+        self._ladders = ladders
+
     def explain(self) -> list[str]:
+        ladder = self._ladders.used.ladder
+        rungs = ", ".join(str(rung) for rung in ladder)
+        why = {
+            OptimizerKind.UNKNOWN: "what takes the averages is not known, and may divide by a "
+            "second moment as Adam does (optimizer= tells): only what sends every element in every "
+            "step is used",
+            OptimizerKind.ADAM_LIKE: "the optimizer divides by a second moment, which bursts would "
+            "inflate: only what sends every element in every step is used",
+            OptimizerKind.OTHER: "the optimizer does not divide by a second moment: sparse "
+            "gradients are used",
+        }[self._ladders.kind]
         return [
             "Automatic: compression is switched on where the network is what a step waits for, "
-            f"up to {STRONGEST}, and off where it is not.",
+            f"up to {ladder[-1]}, and off where it is not.",
+            f"Its strengths are {rungs}: {why}.",
             *super().explain(),
         ]

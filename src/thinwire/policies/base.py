@@ -15,11 +15,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from thinwire.collectives.options import Options
 from thinwire.compressors import Compressor, NoCompression, compressor_of
 from thinwire.compressors.registry import COMPRESSORS
 from thinwire.spec import Kind, name_of, spec_of
@@ -59,6 +61,14 @@ class Measured(NamedTuple):
     num_bytes: float  # sent
 
 
+class OptimizerKind(IntEnum):
+    """What takes the averages; where ranks or optimizers differ, the largest counts."""
+
+    UNKNOWN = 0
+    OTHER = 1
+    ADAM_LIKE = 2  # divides by a running second moment of the gradient
+
+
 class Decision(NamedTuple):
     """What changed, and why."""
 
@@ -94,12 +104,14 @@ class PolicyContext(NamedTuple):
         size: ranks of the group.
         feedback: whether what is left out is remembered.
         journal: for its decisions.
+        options: of the exchanges: not every compressor suits every collective.
     """
 
     tensors: Sequence[TensorInfo]
     size: int
     feedback: bool
     journal: Journal
+    options: Options = Options()
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,12 @@ class Policy(ABC):
     def compressors(self) -> tuple[Compressor, ...]:
         """Kinds that it may choose from: they must suit the collective."""
         return (self.main,)
+
+    @property
+    def under_adam(self) -> tuple[Compressor, ...]:
+        """Kinds that it may choose from under an optimizer like Adam: the same, unless it goes by
+        the optimizer; then those that do not suit the collective are left out."""
+        return self.compressors
 
     def __str__(self) -> str:
         return spec_of(self)
@@ -176,6 +194,9 @@ class Chooser(ABC):
     def observe(self, value: float) -> None:
         """A validation came to this."""
 
+    def note_optimizer(self, kind: OptimizerKind) -> None:
+        """What takes the averages, as far as this rank knows."""
+
     def explain(self) -> list[str]:
         """Sentences on what it does now, and why."""
         return []
@@ -221,6 +242,9 @@ class Around(Chooser):
 
     def observe(self, value: float) -> None:
         self.inner.observe(value)
+
+    def note_optimizer(self, kind: OptimizerKind) -> None:
+        self.inner.note_optimizer(kind)
 
     def explain(self) -> list[str]:
         return self.inner.explain()
@@ -281,6 +305,10 @@ class Shared(Chooser):
     def observe(self, value: float) -> None:
         for chooser in self._all:
             chooser.observe(value)
+
+    def note_optimizer(self, kind: OptimizerKind) -> None:
+        for chooser in self._all:
+            chooser.note_optimizer(kind)
 
     def explain(self) -> list[str]:
         return [line for chooser in self._all for line in chooser.explain()]

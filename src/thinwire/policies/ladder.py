@@ -1,14 +1,14 @@
 """A compressor in several strengths, light to strong."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, TypeVar
 
 from thinwire.collectives.choose import choose, moved
 from thinwire.collectives.memory import weigh
-from thinwire.compressors import Chain, Compressor, JointCompressor
-from thinwire.policies.base import Choice, TensorInfo
+from thinwire.compressors import Cast, Chain, Compressor, JointCompressor, PowerSGD, Quantize
+from thinwire.policies.base import Choice, PolicyContext, TensorInfo
 
 C = TypeVar("C", bound=Compressor)
 
@@ -84,3 +84,68 @@ def bytes_of(choice: Choice, tensors: Sequence[TensorInfo], size: int, feedback:
         return moved("joint", sent, size)
     frame = sum(prod(t.shape) * weigh(choice, t.dtype, feedback).frame + 64 for t in tensors)
     return moved(choose(choice, frame, size), frame, size)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One strength for all tensors: a compressor, and a second one for some of them.
+
+    Args:
+        compressor: None for uncompressed.
+        second: for the tensors in `names`.
+    """
+
+    compressor: Choice
+    second: Choice = None
+    names: frozenset[str] = frozenset()
+
+    def choose(self, tensor: TensorInfo) -> Choice:
+        """That of a tensor."""
+        return self.second if tensor.name in self.names else self.compressor
+
+    def num_bytes(self, context: PolicyContext) -> float:
+        """About how many bytes leave a rank per step."""
+        by_choice: dict[Choice, list[TensorInfo]] = {}
+        for tensor in context.tensors:
+            by_choice.setdefault(self.choose(tensor), []).append(tensor)
+        size, feedback = context.size, context.feedback
+        return sum(bytes_of(choice, own, size, feedback) for choice, own in by_choice.items())
+
+    def suits(self, context: PolicyContext) -> bool:
+        """Whether the collective carries it."""
+        choices = {self.choose(tensor) for tensor in context.tensors}
+        return all(choice is None or context.options.carries(choice) for choice in choices)
+
+    def __str__(self) -> str:
+        first = "uncompressed" if self.compressor is None else str(self.compressor)
+        return f"{self.second} ({first} where that is smaller)" if self.names else first
+
+
+# Whatever sends every element in every step suits Adam; few bits are enough for small matrices, of
+# which a low rank would be no smaller.
+_BITS = Quantize(4)
+STEADY_KINDS: tuple[Compressor, ...] = (Cast("bf16"), Quantize(8), _BITS, PowerSGD(4))
+_RANKS = (16, 8, 4)
+
+
+def steady_ladder(context: PolicyContext) -> tuple[Rung, ...]:
+    """Strengths that send every element in every step, light to strong, always as many."""
+    bits = [kind for kind in STEADY_KINDS if not isinstance(kind, PowerSGD)]
+    low = [_low_rank(PowerSGD(rank), context) for rank in _RANKS]
+    return (Rung(None), *map(Rung, bits), *low)
+
+
+def _low_rank(low: PowerSGD, context: PolicyContext) -> Rung:
+    """A low rank for the tensors of which that sends fewer bytes than few bits do."""
+    size, tensors = context.size, context.tensors
+
+    def frame(tensor: TensorInfo) -> float:
+        return tensor.numel * weigh(_BITS, tensor.dtype, context.feedback).frame
+
+    collective = choose(_BITS, sum(map(frame, tensors)), size)  # of all of them together
+    names = frozenset(
+        t.name
+        for t in tensors
+        if bytes_of(low, [t], size, context.feedback) < moved(collective, frame(t), size)
+    )
+    return Rung(low) if len(names) == len(tensors) else Rung(_BITS, low, names)

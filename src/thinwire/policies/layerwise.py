@@ -178,6 +178,11 @@ class Layerwise(Policy):
         return tuple(dict.fromkeys(found)) or (NoCompression(),)
 
     @property
+    def under_adam(self) -> tuple[Compressor, ...]:
+        found = [c for rule in self.rules if rule.then is not None for c in rule.then.under_adam]
+        return tuple(dict.fromkeys(found)) or (NoCompression(),)
+
+    @property
     def main(self) -> Compressor:
         lossy = [c for c in self.compressors if not c.lossless]
         return lossy[0] if lossy else self.compressors[0]

@@ -58,11 +58,17 @@ class Warmup(Policy):
     def compressors(self) -> tuple[Compressor, ...]:
         return self.then.compressors
 
+    @property
+    def under_adam(self) -> tuple[Compressor, ...]:
+        return self.then.under_adam
+
     def begin(self, context: PolicyContext) -> Chooser:
-        return _Waiting(self.then.begin(context), self.steps, context.journal)
+        return WarmingUp(self.then.begin(context), self.steps, context.journal)
 
 
-class _Waiting(Around):
+class WarmingUp(Around):
+    """Uncompressed until a step has passed; what is inside learns, and decides from then on."""
+
     def __init__(self, inner: Chooser, until: int, journal: Journal) -> None:
         super().__init__(inner)
         self._until, self._journal = until, journal
