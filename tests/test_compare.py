@@ -17,7 +17,14 @@ from thinwire.cli import main
 from thinwire.compare import analysis, counters
 from thinwire.compare.analysis import verdict_of
 from thinwire.compare.document import MethodResult, MetricPoint, Spread, SweepEntry
-from thinwire.compare.method import from_json, read, split, to_json, uses_of_method
+from thinwire.compare.method import (
+    from_json,
+    local_recipe,
+    read,
+    split,
+    to_json,
+    uses_of_method,
+)
 from thinwire.compare.rank import Job, RankPlan, RankRecord, heard, tell
 from thinwire.compare.run import Comparison, reason
 from thinwire.compare.settings import (
@@ -26,12 +33,24 @@ from thinwire.compare.settings import (
     ComparisonSettingError,
     ComparisonSettings,
 )
+from thinwire.compare.training import shared_out
 from thinwire.lab import HostFailedError, Result
 from thinwire.report import read_document
 from thinwire.workloads import workload
 
 SMALL = "images:batch_size=4,per_class=20,test_per_class=5,width=4"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+STREAMING = "streaming-diloco:2,2,0,compressor=(onebit)"
+LOCAL_TOPK = "local-sgd:2,compressor=(topk:0.01)"
+LOCAL = {
+    "adam-update": "updates of each step, topk:0.01|quantize:4",
+    "diloco:50": "exchange every 50 steps, uncompressed",
+    "local-sgd:5,compressor=(quantize:4)": "exchange every 5 steps, quantize:4",
+    "post-local-sgd:5,9": "exchange every 5 steps after the first 9, uncompressed",
+    "streaming-diloco:40": "exchange every 40 steps in 4 fragments, quantize:4",
+}
 
 
 # Methods
@@ -45,6 +64,11 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
         ("topk:0.1+ef14:storage=int8,reset=9", ["topk:0.1+ef14:storage=int8,reset=9"]),
         ("tiered:0.01,small=(quantize:4), onebit", ["tiered:0.01,small=(quantize:4)", "onebit"]),
         ("quantize:4,64,onebit", ["quantize:4,64", "onebit"]),
+        ("diloco:every=50,lr=0.5, sparseloco", ["diloco:every=50,lr=0.5", "sparseloco"]),
+        (
+            "local-sgd:10,compressor=(topk:0.1|quantize:4),adam-update:0.01,none",
+            ["local-sgd:10,compressor=(topk:0.1|quantize:4)", "adam-update:0.01", "none"],
+        ),
         ("ddp; quantize:4,64;", ["ddp", "quantize:4,64"]),
         (" , ", []),
     ],
@@ -62,6 +86,20 @@ def test_methods_have_names_that_are_read_back():
     assert str(read("topk:0.01+none").feedback) == "none"
     assert (read("torch:powersgd").rank, read("torch:powersgd:4").rank) == (2, 4)
     assert read("topk:1e+0").policy == read("topk:1.0").policy
+
+
+def test_methods_of_local_steps_say_when_they_exchange_what():
+    found = {name: read(name) for name in LOCAL}
+    assert {method.kind for method in found.values()} == {"local"}
+    assert [method.title for method in found.values()] == list(LOCAL.values())
+    for method in found.values():
+        assert read(method.name) == method
+        recipe = local_recipe(method)
+        assert (recipe.policy, recipe.feedback) == (method.policy, method.feedback)
+    assert read("diloco:every=50").name == "diloco:50"
+    assert local_recipe(read("dgc:0.1")) is None
+    with pytest.raises(ComparisonSettingError, match="has a feedback of its own: leave it out"):
+        read("diloco:50+ef14")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +120,7 @@ def test_unknown_methods_are_refused(name, words):
 
 @pytest.mark.parametrize(
     "name", ["ddp", "torch:powersgd:4", "topk:0.01|quantize:4+ef21", "dgc:0.1,warmup=2", "auto:3",
-             "layerwise:(A*=topk:0.1; *=dense)", "onebit-adam", "script"],
+             "layerwise:(A*=topk:0.1; *=dense)", "onebit-adam", "script", *LOCAL],
 )  # fmt: skip
 def test_a_plan_reaches_other_processes_as_it_is(name):
     method = read(name)
@@ -127,6 +165,7 @@ def test_a_method_knows_what_must_be_compiled_for_it():
     assert names("topk:0.1") == ["topk:0.1 (float32)"]
     assert names("topk:0.1+ef14:storage=int8") == ["topk:0.1 (float32)", "storage=int8 (float32)"]
     assert names("onebit-adam") == ["scaledsign:l2 (float32)"]
+    assert names("local-sgd:5,compressor=(topk:0.1)") == ["topk:0.1 (float32)"]
 
 
 # Arithmetic
@@ -166,6 +205,40 @@ def test_projected_times_are_those_of_the_bytes_on_the_link():
     assert run.seconds == pytest.approx([1 + network, 2 + 2 * network], abs=1e-4)
     assert run.split.network == pytest.approx(0.4 + network)
     assert run.step_seconds == pytest.approx(1 + network, abs=1e-4)
+
+
+def test_steps_of_which_only_some_exchange_count_as_their_mean():
+    # Two steps without an exchange, then one that sends 3 MB in 4 s.
+    found = RankRecord(
+        losses=[1.0] * 6,
+        seconds=[1.0, 2.0, 7.0, 8.0, 9.0, 14.0],
+        num_bytes=[0, 0, 3_000_000, 3_000_000, 3_000_000, 6_000_000],
+        evaluations=[],
+        in_rounds=True,
+    )
+    assert found.step_seconds == pytest.approx(14 / 6)
+    assert found.bytes_per_step == 1_000_000
+    run = analysis.run_of(0, [found], None)
+    assert run.step_seconds == pytest.approx(14 / 6)
+    network = 8 * counters.FULL * 3_000_000 / 10_000_000
+    run = analysis.run_of(0, [found], 10_000_000)
+    assert run.seconds[:3] == pytest.approx([1, 2, 7 + network], abs=1e-4)
+    assert run.step_seconds == pytest.approx((14 + 2 * network) / 6)
+    assert run.split.network * 6 >= 2 * network - 1e-9
+    assert run.split.whole == pytest.approx(run.step_seconds)
+
+
+def test_a_short_measurement_gives_each_step_its_share_of_an_exchange():
+    measured = RankRecord(
+        losses=[1.0] * 4,
+        seconds=[5.0, 6.0, 7.0, 13.0],  # the first connects the ranks, the last exchanges
+        num_bytes=[700, 700, 700, 10_700],
+        evaluations=[],
+        in_rounds=True,
+    )
+    found = shared_out(measured, 50)
+    assert found.step_seconds == pytest.approx(1 + 5 / 50)
+    assert found.bytes_per_step == 10_000 / 50
 
 
 def test_what_diverges_is_told():
@@ -389,7 +462,7 @@ def test_only_what_was_asked_for_decides_the_exit_code(tmp_path, monkeypatch):
 def test_help_shows_methods_and_examples(capsys):
     assert main(["compare", "--help"]) == 0
     text = capsys.readouterr().out
-    for word in ("torch:powersgd", "thinwire compare --workload train.py", *METHODS):
+    for word in ("torch:powersgd", "sparseloco", "thinwire compare --workload train.py", *METHODS):
         assert word in text
 
 
@@ -456,7 +529,7 @@ def test_after_a_failure_the_others_go_on(monkeypatch):
 def test_a_comparison_in_the_lab(possible, tmp_path, capsys):
     code = main(
         ["compare", "--workload", SMALL, "--hosts", "2", "--link", "20mbit", "--steps", "4",
-         "--evaluations", "2", "--with", "none, topk:0.1",
+         "--evaluations", "2", "--with", "none, topk:0.1, local-sgd:2",
          "--with", "torch:bf16", "--no-torch-hooks", "--sweep", "1gbit",
          "--out", str(tmp_path)]
     )  # fmt: skip
@@ -467,7 +540,7 @@ def test_a_comparison_in_the_lab(possible, tmp_path, capsys):
         assert line in err
     document = read_document(tmp_path / "data.json")
     methods = {method.name: method for method in document.methods}
-    assert list(methods) == ["ddp", "none", "topk:0.1+ef14", "torch:bf16"]
+    assert list(methods) == ["ddp", "none", "topk:0.1+ef14", "local-sgd:2", "torch:bf16"]
     assert methods["torch:bf16"].runs == []
     ddp, none, topk = (methods[name].runs[0] for name in ("ddp", "none", "topk:0.1+ef14"))
     # The same training, whatever carries it; a sum of two is the same in any order.
@@ -480,6 +553,19 @@ def test_a_comparison_in_the_lab(possible, tmp_path, capsys):
     # TCP may send some packets twice, one or two in a step.
     twice = 4 * 2 * counters.SEGMENT
     assert 0 <= none.bytes_counted - none.bytes_reported + 4 * 200 < twice
+    local = methods["local-sgd:2"].runs[0]
+    # Rounds of two steps, and one exchange at the end.
+    sent = [1e6 * megabytes for megabytes in local.megabytes]
+    copy = copies / 4
+    assert sent[0] < 0.1 * copy
+    assert all(
+        count * copy < total < count * copy + 4 * 5000
+        for count, total in ((1, sent[1]), (1, sent[2]), (3, sent[3]))
+    )
+    assert 0 <= local.bytes_counted - local.bytes_reported + 4 * 200 < 5000 + twice
+    assert local.step_seconds == pytest.approx(local.seconds[-1] / 4, abs=1e-4)
+    assert [point.step for point in local.evaluations] == [2, 4]
+    assert [t.name for t in local.tensors] == [t.name for t in none.tensors]
     assert [entry.link for entry in document.sweep] == ["20mbit", "1gbit"]
     assert document.sweep[1].step_seconds.keys() == methods.keys() - {"torch:bf16"}
     assert [point.step for point in topk.evaluations] == [2, 4]
@@ -490,8 +576,9 @@ def test_a_comparison_in_the_lab(possible, tmp_path, capsys):
 def test_times_are_projected_where_there_is_no_lab():
     document, _, runs = compared(
         workload=SMALL, hosts=2, links=("1mbit",) * 2, steps=None, seconds=2.0, target=101.0,
-        evaluations=1, methods=("onebit",),
+        evaluations=1, methods=("onebit", STREAMING),
     )  # fmt: skip
+    assert [method.error for method in document.methods] == [None] * 3
     assert document.projected
     assert "(projected)" in document.verdict
     for run in runs.values():
@@ -502,10 +589,12 @@ def test_times_are_projected_where_there_is_no_lab():
     dense = 8 * 4 * document.settings.parameters / 1e6
     assert 1 <= runs["ddp"].steps <= 2.0 / dense
     assert runs["onebit+ef14"].megabytes[0] < runs["ddp"].megabytes[0]
+    assert runs[STREAMING].tensors
 
 
 SCRIPT = """
 import os, sys, time
+from contextlib import nullcontext
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire as tw
@@ -513,22 +602,31 @@ import thinwire as tw
 how = sys.argv[1] if len(sys.argv) > 1 else ""
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-model = DDP(torch.nn.Linear(200, 100))
+model, small = DDP(torch.nn.Linear(200, 100)), DDP(torch.nn.Linear(100, 1))
 if how == "attach":
     wire = tw.attach(model, "topk:0.5", min_numel=10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+small_optimizer = torch.optim.SGD(small.parameters(), lr=0.1)
 torch.manual_seed(dist.get_rank() + int(os.environ["THINWIRE_SEED"]))
-for step in range(6):
-    x = torch.randn(8, 200)
-    with model.no_sync():  # accumulation: the two passes are one step
-        (model(x) - 1).square().mean().backward()
-    loss = (model(x) - 1).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    if how == "hang" and step == 2:
-        time.sleep(60)
-    print("unfinished line", end="")
+
+def loss_of(x):
+    y = model(x)
+    return (y - 1).square().mean() + small(y.detach()).square().mean()
+
+with tw.LocalSteps(small, small_optimizer, every=4) if how == "attach" else nullcontext():
+    for step in range(6):
+        x = torch.randn(8, 200)
+        with model.no_sync(), small.no_sync():  # accumulation: the two passes are one step
+            loss_of(x).backward()
+        loss = loss_of(x)
+        optimizer.zero_grad()
+        small_optimizer.zero_grad()
+        loss.backward()
+        small_optimizer.step()
+        optimizer.step()
+        if how == "hang" and step == 2:
+            time.sleep(60)
+        print("unfinished line", end="")
 tw.track(90.0, "score, $")
 if how == "attach":
     print(wire.stats()["step"], type(wire).__name__)
@@ -546,17 +644,21 @@ def script(tmp_path):
 def test_a_script_is_compared(script):
     document, _, runs = compared(
         workload=str(script), arguments=("attach",), hosts=2, links=("100mbit",) * 2,
-        methods=("topk:0.01", "script"),
+        methods=("topk:0.01", "script", LOCAL_TOPK),
     )  # fmt: skip
     assert document.settings.metric == "score, $"
-    assert document.settings.parameters == 20_100
-    assert runs.keys() == {"ddp", "topk:0.01+ef14", "script"}
+    assert document.settings.parameters == 20_100 + 101
+    assert runs.keys() == {"ddp", "topk:0.01+ef14", "script", LOCAL_TOPK}
     assert {run.steps for run in runs.values()} == {6}
     assert {run.final_metric for run in runs.values()} == {90.0}
     assert len({run.losses[0] for run in runs.values()}) == 1  # one model, one data
-    assert {t.compressor for t in runs["topk:0.01+ef14"].tensors} == {"topk:0.01", "none"}
+    for name in ("topk:0.01+ef14", LOCAL_TOPK):
+        assert {t.compressor for t in runs[name].tensors} == {"topk:0.01", "none"}
     assert {t.compressor for t in runs["script"].tensors} == {"topk:0.5", "none"}
     assert runs["ddp"].tensors == []
+    # Exchanges after two, four and six steps, and one at the end.
+    assert runs[LOCAL_TOPK].bytes_reported < runs["topk:0.01+ef14"].bytes_reported
+    assert runs[LOCAL_TOPK].megabytes[0] < runs["ddp"].megabytes[0]
     assert runs["topk:0.01+ef14"].bytes_counted < runs["script"].bytes_counted
     assert runs["script"].bytes_counted < runs["ddp"].bytes_counted
 

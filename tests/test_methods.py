@@ -889,8 +889,9 @@ def test_help_of_methods_names_what_there_is(capsys):
     said = capsys.readouterr().out
     for spec in re.findall(r'attach\(model, "([^"]+)"', said):
         assert recipe_of(spec) or tw.parse(spec)
-    for spec in split(re.findall(r'--with "([^"]+)"', said)[0]):
-        assert read(spec).kind == "thinwire"
+    gradients, updates = (split(found) for found in re.findall(r'--with "([^"]+)"', said))
+    assert {read(spec).kind for spec in gradients} == {"thinwire"}
+    assert {read(spec).kind for spec in updates} == {"local"}
 
 
 def test_named_methods_can_be_compared():

@@ -38,6 +38,7 @@ from thinwire.compressors import (
     ScaledSign,
     TernGrad,
     TopK,
+    TwoBit,
 )
 from thinwire.compressors.quantizers import levels_of
 from thinwire.compressors.registry import COMPRESSORS
@@ -409,7 +410,7 @@ class SparseLoCo(NamedMethod):
     def recipe(self) -> LocalRecipe:
         return LocalRecipe(
             str(self),
-            Fixed(TopK(self.ratio) | Quantize(2)),  # HACK
+            Fixed(TopK(self.ratio, chunk=self.chunk) | TwoBit()),
             EF14(self.decay),
             "gather",
             every=self.every,

@@ -41,6 +41,11 @@ methods:
   torch:fp16, torch:bf16, torch:powersgd[:RANK]
                           PyTorch's own hooks; with ddp they are always measured
   dgc:0.001, signsgd ...  named methods (see thinwire methods)
+  diloco:50, sparseloco, adam-update, local-sgd:10,compressor=(quantize:4) ...
+                          those that exchange what optimizers have done, after
+                          every so many steps (see thinwire methods)
+  onebit-adam, onebit-lamb, zero-one-adam
+                          in place of the workload's Adam
   COMPRESSOR[+FEEDBACK]   such as topk:0.01+ef14 or "topk:0.01|quantize:4"
                           (see thinwire compressors, thinwire feedbacks)
   auto, bandwidth:(...)   what chooses compressors (see thinwire policies)
@@ -58,6 +63,7 @@ examples:
   thinwire compare
   thinwire compare --with "topk:0.001, onebit" --link 1gbit --sweep 10mbit
   thinwire compare --workload text --steps 600 --seeds 3 --out report/text
+  thinwire compare --workload text --link 10mbit --with "adam-update, sparseloco"
   thinwire compare --workload train.py --hosts 2 --link 50mbit -- --epochs 1
 
 Exit code: 0; 1 if a method that was asked for failed or diverged; 2 for wrong

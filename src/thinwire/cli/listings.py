@@ -35,11 +35,17 @@ goes to tw.attach, or follows a compressor after a plus sign:
 Without one a compressor gets the one that belongs to it.
 """
 _METHODS = """\
-They go to tw.attach and to thinwire compare:
+Those of gradients go to tw.attach and to thinwire compare:
 
   tw.attach(model, "dgc:0.001", optimizer=optimizer)
   tw.attach(model, "powersgd:4")
   thinwire compare --with "dgc:0.001, powersgd:2, arc:0.1, signsgd"
+
+Those with a number of steps exchange what optimizers have done instead of
+gradients. They go to tw.LocalSteps and to thinwire compare:
+
+  tw.LocalSteps(model, optimizer, "diloco:100")
+  thinwire compare --workload text --with "adam-update, sparseloco, diloco:50"
 
 Any compressor is a method too (see thinwire compressors); without a feedback it
 gets the one that belongs to it. Adam in one bit is an optimizer:

@@ -112,17 +112,19 @@ def run_of(seed: int, ranks: list[RankRecord], slowest: int | None) -> TrainingR
         if 0 < step <= steps
     ]
     durations = [b - a for a, b in zip([0.0, *seconds], seconds, strict=False)]
+    # The median of steps of which most exchange nothing would leave the exchanges out.
+    typical = statistics.fmean if first.in_rounds else statistics.median
     reported = [rank.reported for rank in ranks if rank.reported is not None]
     return TrainingRun(
         seed=seed,
         steps=steps,
         losses=[round(loss, 6) if math.isfinite(loss) else None for loss in losses],
         seconds=[round(value, 4) for value in seconds],
-        megabytes=[round(count / 1e6, 4) for count in sent],
+        megabytes=[round(count / 1e6, 6) for count in sent],
         evaluations=evaluations,
         final_loss=trailing(losses)[-1] if all(map(math.isfinite, losses)) else None,
         final_metric=evaluations[-1].value if evaluations else None,
-        step_seconds=statistics.median(durations),
+        step_seconds=typical(durations),
         split=_split(ranks, seconds[-1] / steps, network[-1] / steps),
         bytes_counted=round(sent[-1]),
         bytes_reported=round(statistics.fmean(reported)) if len(reported) == len(ranks) else None,

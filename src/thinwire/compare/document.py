@@ -82,7 +82,7 @@ class TrainingRun(DocumentPart):
     evaluations: list[MetricPoint]
     final_loss: float | None
     final_metric: float | None
-    step_seconds: float  # median
+    step_seconds: float  # median; mean where only some steps exchange
     split: StepSplit
     bytes_counted: int  # by the kernel
     bytes_reported: int | None  # by thinwire

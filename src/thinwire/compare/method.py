@@ -5,6 +5,9 @@ torch:fp16, :bf16      PyTorch's own hooks
 torch:powersgd[:RANK]
 COMPRESSOR[+FEEDBACK]  thinwire, as in "topk:0.01|quantize:4+ef14"; without a feedback "auto"
 POLICY[+FEEDBACK]      thinwire, as in "auto" or "warmup:50,(topk:0.01)+ef14"
+dgc:0.001, signum, ... methods by name, of gradients
+diloco:50, sparseloco, adam-update, local-sgd:10,compressor=(quantize:4), ...
+                       methods by name, of local steps
 onebit-adam, onebit-lamb, zero-one-adam
                        optimizers of thinwire that exchange by themselves
 script                 a user's script, unchanged
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
     from thinwire.feedback import Feedback
     from thinwire.kernels.compiling import KernelUse
+    from thinwire.methods import LocalRecipe
     from thinwire.policies.base import Policy
 
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
@@ -37,15 +41,15 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Method:
-    """One way to exchange gradients.
+    """One way to train together: to exchange gradients, or what optimizers have done.
 
     Args:
         name: as users write it.
         title: as people read it.
-        kind: "torch", "thinwire", "optimizer" or "script".
+        kind: "torch", "thinwire", "local", "optimizer" or "script".
         policy, feedback: of thinwire's own; a compressor alone is a policy that never changes.
         rank: of PyTorch's PowerSGD.
-        named: whether it goes to `attach` by its name.
+        named: whether it goes to `attach` or `LocalSteps` by its name.
     """
 
     name: str
@@ -144,15 +148,19 @@ def _read(text: str) -> Method:
         return Method(name, OPTIMIZERS[name][1], "optimizer", Fixed(ONE_BIT))
     if name.startswith("torch:"):
         return _powersgd(name)
-    from thinwire.methods import method_of
+    from thinwire.methods import LocalRecipe, method_of
 
     try:
         method = method_of(name)
     except ValueError as error:
-        raise ComparisonSettingError(f"{text!r}: {error}") from None
+        own = len(_at_plus(name)) > 1
+        hint = " (a method by name has a feedback of its own: leave it out)" if own else ""
+        raise ComparisonSettingError(f"{text!r}: {error}{hint}") from None
     if method is not None:
         recipe = method.recipe()
         made = recipe.policy, recipe.feedback
+        if isinstance(recipe, LocalRecipe):
+            return Method(recipe.name, _local_title(recipe), "local", *made, named=True)
         return Method(recipe.name, recipe.name, "thinwire", *made, named=True)
     from thinwire.feedback import feedback_for
     from thinwire.policies.base import POLICIES, policy_of
@@ -167,7 +175,10 @@ def _read(text: str) -> Method:
         chosen = policy_of(compressor)
         remembering = feedback_for(chosen.main, feedback[0] if feedback else "auto")
     except (TypeError, ValueError) as error:
-        known = "ddp, torch:fp16, torch:bf16, torch:powersgd, COMPRESSOR or POLICY[+FEEDBACK]"
+        known = (
+            "ddp, torch:fp16, torch:bf16, torch:powersgd, COMPRESSOR or POLICY[+FEEDBACK], a name "
+            "that thinwire methods lists, such as dgc or diloco"
+        )
         raise ComparisonSettingError(f"{text!r} is no method ({known}): {error}") from None
     name = str(chosen) if remembering.name == "none" else f"{chosen}+{remembering}"
     return Method(name, name, "thinwire", chosen, remembering)
@@ -192,6 +203,28 @@ def uses_of_method(
     if isinstance(method.feedback, Remembering):
         uses += storage_uses([method.feedback.storage], types)
     return uses
+
+
+def local_recipe(method: Method) -> "LocalRecipe | None":
+    """What a method of local steps consists of; None for any other."""
+    from thinwire.methods import LocalRecipe, parse
+
+    if method.kind != "local":
+        return None
+    recipe = parse(method.name).recipe()
+    assert isinstance(recipe, LocalRecipe)
+    return recipe
+
+
+def _local_title(recipe: "LocalRecipe") -> str:
+    """When what is exchanged."""
+    when = "updates of each step" if recipe.every == 1 else f"exchange every {recipe.every} steps"
+    if recipe.fragments > 1:
+        when += f" in {recipe.fragments} fragments"
+    if recipe.warmup:
+        when += f" after the first {recipe.warmup}"
+    how = str(recipe.compressor)
+    return f"{when}, {'uncompressed' if how == 'none' else how}"
 
 
 def _at_plus(text: str) -> list[str]:

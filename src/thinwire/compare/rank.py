@@ -4,9 +4,11 @@ Trains one job of the plan after the other and prints events. A failure ends the
 of the others is unknown then, and who started this starts anew behind the job that failed.
 
 With a script there is one job. The script runs as under torchrun: every DistributedDataParallel
-model that it makes gets the method, `thinwire.attach` keeps its other options, and every backward
-pass is a step, whose loss is what `backward()` was called on. With the method "script" nothing is
-changed, only measured.
+model that it makes gets the method, `thinwire.attach` and `LocalSteps` keep their other options,
+and every backward pass is a step, whose loss is what `backward()` was called on. A method of local
+steps begins when there are a model and an optimizer of its parameters, and is finished when the
+script ends or destroys its process group. With the method "script" nothing is changed, only
+measured.
 
 Torch is imported only when the timer against hangs has been set.
 """
@@ -25,11 +27,14 @@ from thinwire.compare.method import Method, from_json, to_json
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
 
     from thinwire.parallel.wire import Wire
 
 START_SECONDS = 60.0  # for a rank to import torch and find the others, on top of the patience
 _MARK = "@thinwire "  # what a script prints is not taken for an event
+# Of `LocalSteps`, what a method has settings of its own for.
+_ROUNDS = ("every", "outer", "warmup", "fragments", "overlap", "mixing", "average", "feedback")
 
 
 # What goes to a rank
@@ -94,10 +99,12 @@ class RankRecord:
     Args:
         losses, seconds, num_bytes: after each step, the latter two since the start.
         evaluations: (step, metric).
-        exposed: seconds per step that backward waited for the network at its end.
+        exposed: seconds per step that training waited for the network: backward at its end, or
+            the optimizer.
         inside: seconds per step of exchanges in "encode", "network" and "decode", hidden or not.
         reported: bytes by thinwire's own count.
         tensors: thinwire's figures of each tensor.
+        in_rounds: whether only some steps exchange, so that no single one is typical.
     """
 
     losses: list[float]
@@ -108,10 +115,13 @@ class RankRecord:
     inside: dict[str, float] = field(default_factory=dict)
     reported: int | None = None
     tensors: list[dict[str, Any]] = field(default_factory=list)
+    in_rounds: bool = False
 
     @property
     def step_seconds(self) -> float:
-        """Median over steps but the first."""
+        """Median over steps but the first; where exchanges come in rounds, the mean over all."""
+        if self.in_rounds:
+            return self.seconds[-1] / len(self.seconds)
         pairs = zip(self.seconds, self.seconds[1:], strict=False)
         return statistics.median([after - before for before, after in pairs] or self.seconds)
 
@@ -212,6 +222,7 @@ def run_script(plan: RankPlan, timer: Timer, words: list[str]) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+    observer.finish()
     timer.stop()
     observer.conclude(rank)
 
@@ -226,23 +237,28 @@ class _ScriptObserver:
         world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         self._meter = TrainingMeter(world, plan.loopback, speaks=rank == 0)
         self._models: list[DistributedDataParallel] = []
-        self._wires: dict[int, Wire] = {}
+        self._optimizers: list[Optimizer] = []
+        self._wires: dict[int, Wire] = {}  # by the id of their model
         self._about: dict[str, Any] = {}
         self._started = False
         self._losses: list[float] = []  # of passes that do not exchange anything yet
 
     def install(self) -> None:
         import torch
+        import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
 
         import thinwire.parallel
         import thinwire.parallel.attachment
+        import thinwire.parallel.local
         from thinwire.compare.training import ddp_options
         from thinwire.telemetry import listen
 
         ddp: Any = DistributedDataParallel
         tensors: Any = torch.Tensor
+        optimizers: Any = torch.optim.Optimizer
         original_init, original_backward = ddp.__init__, tensors.backward
+        original_optimizer, original_destroy = optimizers.__init__, dist.destroy_process_group
         self._attach = thinwire.parallel.attachment.attach
 
         def init(model: Any, *args: Any, **options: Any) -> None:
@@ -254,9 +270,25 @@ class _ScriptObserver:
             original_backward(tensor, *args, **options)
             self._end_pass(tensor)
 
+        def optimizer_init(optimizer: Any, *args: Any, **options: Any) -> None:
+            original_optimizer(optimizer, *args, **options)
+            self._optimizers.append(optimizer)
+            self._pair()
+
+        def destroy(group: Any = None) -> None:
+            if group is None or group is dist.group.WORLD:
+                self.finish()
+            original_destroy(group)
+
         ddp.__init__, tensors.backward = init, backward
         for module in ("thinwire", "thinwire.parallel", "thinwire.parallel.attachment"):
             setattr(sys.modules[module], "attach", self._attached)  # noqa: B010, for mypy
+        for module in ("thinwire", "thinwire.parallel", "thinwire.parallel.local"):
+            setattr(sys.modules[module], "LocalSteps", self._made_local)  # noqa: B010
+        if self._method.kind == "local":
+            optimizers.__init__ = optimizer_init
+            for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
+                setattr(sys.modules[module], "destroy_process_group", destroy)  # noqa: B010
         listen(self._tracked)
 
     def _made(self, model: "DistributedDataParallel") -> None:
@@ -274,11 +306,93 @@ class _ScriptObserver:
                 equip(model, self._method)
             # A wire that the script attaches finds this in its place, and is never asked.
             setattr(model, ATTRIBUTE, RegisteredHook(model.process_group))
+        self._pair()
+
+    # Local steps: a method's own, or the script's.
+
+    def _pair(self) -> None:
+        """Let every model take local steps that there is an optimizer of."""
+        from thinwire.compare.training import ScriptLocalSteps
+
+        if self._method.kind != "local":
+            return
+        for model in self._models:
+            held = {id(p) for p in model.parameters()}
+            own = [
+                optimizer
+                for optimizer in self._optimizers
+                if held.issuperset(id(p) for g in optimizer.param_groups for p in g["params"])
+            ]
+            before = self._wires.get(id(model))
+            if not own or (isinstance(before, ScriptLocalSteps) and before.trained_by == own):
+                continue
+            self._detach(model)
+            self._wires[id(model)] = ScriptLocalSteps(
+                self._meter, model, own, self._method.name, seed=self._seed
+            )
+
+    def _made_local(
+        self, model: Any, optimizer: Any, compressor: Any = "none", **options: Any
+    ) -> Any:
+        """In place of `LocalSteps`, as a script calls it."""
+        from thinwire.compare.training import NoLocalSteps, ScriptLocalSteps
+        from thinwire.torch_internals import uncompiled
+
+        if self._method.kind not in ("local", "script"):
+            return NoLocalSteps()
+        if self._method.kind == "local":
+            self._detach(uncompiled(model))
+            compressor = self._method.name
+            options = {key: value for key, value in options.items() if key not in _ROUNDS}
+        local = ScriptLocalSteps(self._meter, model, optimizer, compressor, **options)
+        self._wires[id(uncompiled(model))] = local
+        return local
+
+    def _check_local(self) -> None:
+        """Training begins: refuse to measure a method that is not at work."""
+        if self._method.kind == "local" and any(id(m) not in self._wires for m in self._models):
+            raise ValueError(
+                f"{self._method.name}: a method of local steps needs an optimizer of the "
+                "parameters of the DistributedDataParallel model and of no others, made before the "
+                "first backward pass: the script has none"
+            )
+
+    def _detach(self, model: Any) -> None:
+        before = self._wires.pop(id(model), None)
+        if before is None:
+            return
+        if before.step:
+            raise ValueError(
+                f"{self._method.name}: the script makes another optimizer of the model's "
+                "parameters after the first exchange, and a method of local steps follows one "
+                "training from its beginning: make all optimizers before the first step"
+            )
+        before.detach()
+
+    def finish(self) -> None:
+        """Let a method of local steps end: with the same parameters on all ranks."""
+        from thinwire.compare.training import ScriptLocalSteps
+        from thinwire.parallel.replicas import check_replicas
+
+        if self._method.kind != "local":
+            return
+        for model in self._models:
+            local = self._wires.get(id(model))
+            if isinstance(local, ScriptLocalSteps) and not local.ended:
+                self._timer.restart()
+                local.finish()
+                check_replicas(model)
+
+    # Gradients.
 
     def _attached(self, model: Any, compressor: Any, **options: Any) -> Any:
         from thinwire.torch_internals import uncompiled
 
         ddp = uncompiled(model)
+        if self._method.kind == "local":  # no gradients are exchanged
+            wire = self._attach(model, compressor, **options)
+            wire.detach()
+            return wire
         if self._method.kind == "thinwire":
             before = self._wires.pop(id(ddp), None)
             if before is not None:
@@ -296,6 +410,7 @@ class _ScriptObserver:
     def _begin_pass(self) -> None:
         self._timer.restart()
         if self._models and not self._started:
+            self._check_local()
             self._started = True
             self._meter.start()
 

@@ -1,8 +1,11 @@
 """Training with one method on one rank: the method's hook, what is measured, the loop itself."""
 
+import statistics
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from thinwire.compare import counters
-from thinwire.compare.method import OPTIMIZERS, Method
+from thinwire.compare.method import OPTIMIZERS, Method, local_recipe
 from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, Timer, tell
 from thinwire.optim.base import ExchangingOptimizer
-from thinwire.parallel import attach
+from thinwire.parallel import LocalSteps, attach
+from thinwire.parallel.local import PROGRESS
 from thinwire.parallel.replicas import check_replicas
 from thinwire.parallel.wire import Wire
 from thinwire.workloads import Workload
@@ -32,7 +36,14 @@ _TENSOR = ("numel", "ratio", "relative_error", "bytes_sent", "compressor", "coll
 
 
 def equip(model: DistributedDataParallel, method: Method, **options: Any) -> Wire | None:
-    """Let a model exchange its gradients by a method; the wire if it is one of ours."""
+    """Let a model be trained by a method; the wire if it is one of ours.
+
+    Args:
+        options: of `attach`, or of `LocalSteps` for a method of that kind, which needs the
+            optimizer.
+    """
+    if method.kind == "local":
+        return LocalSteps(model, options.pop("optimizer"), method.name, **options)
     if method.named:
         return attach(model, method.name, **options)
     if method.kind == "thinwire":
@@ -78,7 +89,16 @@ def optimizer_of(method: Method, given: Optimizer, steps: int) -> Optimizer:
 
 
 def stats_of(wire: Wire | None, optimizer: Optimizer | None = None) -> Mapping[str, Any] | None:
-    """What thinwire reports of a training, if it took part in it."""
+    """What thinwire reports of a training, if it took part in it.
+
+    A step is one of the optimizer, also with `LocalSteps`, whose own are exchanges.
+    """
+    if isinstance(wire, LocalSteps):
+        found = wire.stats()
+        share = found["step"] / max(1, found["inner_steps"])
+        seconds = {kind: share * value for kind, value in found["seconds_per_step"].items()}
+        tensors = {name: row for name, row in found["tensors"].items() if name != PROGRESS}
+        return {**found, "seconds_per_step": seconds, "tensors": tensors}
     if wire is not None:
         return wire.stats()
     if isinstance(optimizer, ExchangingOptimizer):
@@ -111,7 +131,7 @@ class TrainingMeter:
         self.seconds: list[float] = []
         self.num_bytes: list[int] = []
         self.evaluations: list[tuple[int, float]] = []
-        self._exposed = 0.0  # seconds that backward waited for the network at its end
+        self._exposed = 0.0  # seconds of waiting for the network
         self._last_gradient = self._told = 0.0
 
     def watch(self, model: nn.Module) -> None:
@@ -156,6 +176,20 @@ class TrainingMeter:
             event = StepEvent(step, steps, loss, self.seconds[-1], self.num_bytes[-1])
             tell("step", **event._asdict())
 
+    def prolong(self) -> None:
+        """The last step ends only now."""
+        if self.seconds:
+            self.seconds[-1] = time.perf_counter() - self._begin
+            self.num_bytes[-1] = self._sent() - self._first_bytes
+
+    @contextmanager
+    def in_last_step(self) -> Iterator[None]:
+        """What is done in the block belongs to the last step; time before the block does not."""
+        if self.seconds:
+            self._begin = time.perf_counter() - self.seconds[-1]
+        yield
+        self.prolong()
+
     def evaluated(self, value: float) -> None:
         self.evaluations.append((len(self.losses), value))
 
@@ -164,6 +198,9 @@ class TrainingMeter:
         steps = max(1, len(self.losses))
         record = RankRecord(self.losses, self.seconds, self.num_bytes, self.evaluations)
         record.exposed = self._exposed / steps
+        if stats is not None and "rounds" in stats:  # of local steps, which know how they waited
+            record.exposed = stats["seconds"].get("waiting", 0.0) / steps
+            record.in_rounds = stats["rounds"] < stats["inner_steps"]
         if stats is not None:
             record.reported = stats["total"]["network_bytes"]
             record.inside = {
@@ -179,6 +216,75 @@ class TrainingMeter:
 
     def _sent(self) -> int:
         return counters.sent(self._world, self._loopback)
+
+
+def shared_out(found: RankRecord, every: int) -> RankRecord:
+    """A record whose steps each have their share of the exchange that ended the last of them."""
+    durations = [b - a for a, b in pairwise(found.seconds)]
+    step = statistics.median(durations[:-1] or durations)
+    sent = found.num_bytes[-1] - found.num_bytes[-2]
+    seconds = step + max(0.0, durations[-1] - step) / every
+    count = len(found.losses)
+    return replace(
+        found,
+        seconds=[seconds * (i + 1) for i in range(count)],
+        num_bytes=[round(sent * (i + 1) / every) for i in range(count)],
+        in_rounds=False,
+    )
+
+
+# Local steps in a script
+
+
+class ScriptLocalSteps(LocalSteps):
+    """Local steps whose exchanges are measured as parts of the steps that they end.
+
+    Attributes:
+        trained_by: the optimizers.
+        ended: whether they are finished or detached.
+    """
+
+    def __init__(
+        self,
+        meter: TrainingMeter,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        self._training_meter = meter
+        self.ended = False
+        super().__init__(model, optimizer, *args, **options)
+        self.trained_by = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.trained_by[-1].register_step_post_hook(lambda *_: meter.prolong())
+
+    def finish(self) -> None:
+        with self._training_meter.in_last_step():
+            super().finish()
+        self.ended = True
+
+    def detach(self) -> None:
+        super().detach()
+        self.ended = True
+
+
+class NoLocalSteps:
+    """What a script has in place of its own local steps when its gradients are exchanged."""
+
+    def __enter__(self) -> "NoLocalSteps":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def detach(self) -> None:
+        pass
+
+    def common_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 # The loop
@@ -203,28 +309,45 @@ class Training:
         return self._train(steps, self._plan.evaluations)
 
     def _probe(self, steps: int) -> RankRecord:
-        """A few steps without evaluation, and one before them that does not count."""
-        return self._train(steps + 1, evaluations=0)
+        """A few steps without evaluation, and one before them that does not count.
+
+        A round of local steps may be longer: then steps are measured without an exchange, one
+        exchange of all parameters at the end, and each step gets its share of that.
+        """
+        recipe = local_recipe(self._method)
+        if recipe is None or recipe.every == 1:
+            return self._train(steps + 1, evaluations=0)
+        alone = {"every": steps + 2, "warmup": 0, "fragments": 1, "overlap": 0}
+        return shared_out(self._train(steps + 1, evaluations=0, **alone), recipe.every)
 
     def _affordable(self, seconds: float) -> int:
         """Steps for which there is time, the same number on all ranks."""
-        found = self._probe(PROBE_STEPS)
+        recipe = local_recipe(self._method)
+        if recipe is not None and recipe.warmup:
+            # Its steps take longest, and there may be time for no others.
+            found = self._train(PROBE_STEPS + 1, evaluations=0)
+        else:
+            found = self._probe(PROBE_STEPS)
         step = torch.tensor(found.step_seconds)
         if self._plan.projected_rate:
             step += 8 * counters.FULL * found.bytes_per_step / self._plan.projected_rate
         dist.all_reduce(step, dist.ReduceOp.MAX)
         return max(1, int(seconds / step.item()))
 
-    def _train(self, steps: int, evaluations: int) -> RankRecord:
+    def _train(self, steps: int, evaluations: int, **rounds: int) -> RankRecord:
+        """Train and measure; `rounds` take the place of the method's own settings of rounds."""
         task, seed = self._task, self._seed
         self._timer.restart()
         model = DistributedDataParallel(task.model(seed), **ddp_options(self._method))
-        every = max(1, steps // _MEASUREMENTS)
+        recipe = local_recipe(self._method)
+        exchanges = steps if recipe is None else steps * recipe.fragments // recipe.every
+        every = max(1, exchanges // _MEASUREMENTS)
         optimizer = optimizer_of(self._method, task.optimizer(model), steps)
         alone = isinstance(optimizer, ExchangingOptimizer)  # the optimizer exchanges, not backward
         options: dict[str, Any] = {"measure_every": every, "seed": seed, "optimizer": optimizer}
-        ours = self._method.kind == "thinwire"
-        wire = equip(model, self._method, **(options if ours else {}))
+        ours = self._method.kind in ("thinwire", "local")
+        wire = equip(model, self._method, **(options if ours else {}), **rounds)
+        local = wire if isinstance(wire, LocalSteps) else None
         schedule = task.schedule(optimizer, steps)
         quiet = self._rank > 0 or evaluations == 0
         meter = TrainingMeter(self._world, self._plan.loopback, speaks=not quiet)
@@ -247,14 +370,22 @@ class Training:
             schedule.step()
             meter.stepped(loss.item(), steps)
             ended = step >= steps
+            if ended and local is not None:
+                self._timer.restart()
+                with meter.in_last_step():
+                    local.finish()
             if step in due or ended:
                 meter.pause()
                 self._timer.restart()
-                if step in due:
-                    ended |= self._evaluate(model, meter, wire)
+                reached = step in due and self._evaluate(model, meter, wire)
                 meter.resume()
-            if ended:
-                break
+                if reached and not ended and local is not None:
+                    with meter.in_last_step():
+                        local.finish()
+                    meter.pause()
+                    meter.resume()
+                if reached or ended:
+                    break
         found = meter.record(stats_of(wire, optimizer))
         if ours:
             check_replicas(model)
@@ -266,7 +397,9 @@ class Training:
         """Take the metric on rank 0; whether the target is reached, the same on all ranks."""
         reached = torch.zeros(1)
         if self._rank == 0:
-            value = self._task.evaluate(model.module)
+            in_common = wire.common_parameters() if isinstance(wire, LocalSteps) else nullcontext()
+            with in_common:
+                value = self._task.evaluate(model.module)
             meter.evaluated(value)
             if wire is not None:
                 wire.observe(value)

@@ -443,8 +443,9 @@ class LocalSteps(AveragingWire):
         if not plain:
             assert landed.fragment is not None
             self.outer[landed.fragment].step()
-        ending = landed.fragment is None or self._all_finished
-        mixing = 0.0 if ending else self._settings.mixing
+        # With everybody at the end nothing of a rank's own stays.
+        own = landed.fragment is not None and not self._all_finished
+        mixing = self._settings.mixing if own else 0.0
         for part in parts:
             for name in part.parameters:
                 self._shared[name].grad = None

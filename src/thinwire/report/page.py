@@ -196,7 +196,7 @@ def _headings(settings: DocumentSettings) -> list[str]:
         "faster per step",
         "seconds to within 2 % of the baseline's final loss",
         "sooner",
-        "MB per step",
+        "sent per step",
         "fewer bytes",
     ]
 
@@ -217,7 +217,7 @@ def _cells(method: MethodResult, document: Document) -> list[ResultCell]:
     if summary is None:
         return [ResultCell(NOTHING)] * len(_headings(document.settings))
     final = summary.final_loss if document.settings.metric is None else summary.final_metric
-    step, reached = summary.step_seconds, summary.to_target
+    step, sent, reached = summary.step_seconds, summary.megabytes_a_step, summary.to_target
     target = NOTHING
     if document.target_loss is not None:
         target = digits(reached.seconds) if reached else "not reached"
@@ -227,7 +227,7 @@ def _cells(method: MethodResult, document: Document) -> list[ResultCell]:
         ResultCell(show_ratio(summary.step_speedup)),
         ResultCell(target),
         ResultCell(show_ratio(reached.speedup if reached else None)),
-        ResultCell(digits(summary.megabytes_a_step)),
+        ResultCell(show_bytes(None if sent is None else 1e6 * sent)),
         ResultCell(show_ratio(summary.fewer_bytes)),
     ]
 
