@@ -87,6 +87,31 @@ def test_own_loop_finds_the_answer():
     assert float(output.rsplit(" ", 1)[1]) < 1e-5
 
 
+def test_adam_update_learns():
+    output = started(2, "adam_update.py", "--steps", "21", "--width", "16")
+    losses = re.findall(r"step (\d+): loss ([\d.]+)", output)
+    assert [int(step) for step, _ in losses] == [1, 21]
+    assert float(losses[-1][1]) < float(losses[0][1])
+    assert "topk:0.01|quantize:4" in output
+    assert "21 optimizer steps" in output
+
+
+def test_diloco_goes_on_from_the_middle_of_a_round(tmp_path):
+    folder = str(tmp_path / "checkpoints")
+    options = ("--method", "diloco:every=4,compressor=(quantize:4)", "--steps", "10")
+    options += ("--width", "16")
+    whole = started(2, "diloco.py", *options, "--save", folder, "--save-every", "6")
+    assert "step 10, round 2: loss" in whole
+    assert "10 optimizer steps, 3 rounds" in whole
+    resumed = started(2, "diloco.py", *options, "--resume", folder)
+    # The losses and the test of a training that was never stopped, to the last digit printed.
+    assert _results(resumed) == _results(whole)
+
+
+def _results(output: str) -> list[str]:
+    return re.findall(r"(?:loss|test nll) [\d.]+", output)
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_says_how_to_run_it(path):
     assert "torchrun --standalone --nproc-per-node" in path.read_text().split('"""')[1]
