@@ -41,9 +41,8 @@ def suite():
 
 @pytest.mark.parametrize("plan", RUNS, ids=lambda plan: plan.fault.kind)
 def test_what_is_done_to_a_rank_breaks_no_promise(suite, plan):
-    """What survivors still hold after a loss is not looked at here, see `RunResult.left_over`."""
     result = suite.run(plan)
-    assert not result.broken, f"{plan}: {result.broken}\n{result.last_words}"
+    assert not result.flaws, f"{plan}: {result.flaws}\n{result.last_words}"
     assert result.committed, f"{plan}: the point was not reached"
 
 

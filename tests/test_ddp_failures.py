@@ -4,11 +4,13 @@ Functions with a leading `on_` run on every rank, in the processes of ranks.py. 
 are those of nets.py.
 """
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,6 +118,25 @@ def test_ranks_that_would_exchange_different_numbers_of_tensors_learn_so(kind):
     for reports, usable in found:
         assert [report.error.partition(":")[0] for report in reports] == ["MismatchError"] * 2
         assert usable
+
+
+def on_a_failure_that_is_over(compressor: str) -> tuple[str, bool]:
+    """Whether a model is gone when nobody has it any more, although an exchange of it failed."""
+
+    def fail() -> tuple[str, Any]:
+        model, wire = wired(compressor if dist.get_rank() == 0 else "topk:0.2")
+        return attempt(model, wire, 0).error, weakref.ref(model)
+
+    error, model = fail()
+    gc.collect()
+    return error, model() is None
+
+
+@pytest.mark.parametrize("compressor", ["topk:0.1", "powersgd:2"])
+def test_a_failure_keeps_no_model_nor_its_process_group(compressor):
+    for error, gone in ranks.run(on_a_failure_that_is_over, compressor, ranks=2):
+        assert error.startswith("MismatchError")
+        assert gone
 
 
 def on_one_scaler() -> Report:

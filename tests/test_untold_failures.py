@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -147,17 +148,19 @@ def test_a_callback_that_raises_does_not_end_the_thread():
         assert all(found)
 
 
-def on_a_second_thread() -> tuple[str, str, str, list[float]]:
-    """A call in another thread: while one waits, beside one in the background, and alone."""
+def on_a_second_thread() -> tuple[str, str, str, str, list[float]]:
+    """A call in another thread: while one waits, beside one in the background that nobody has
+    waited for, even if it has ended, and alone; waiting and in the background itself."""
     me, found, x = dist.get_rank(), [], torch.ones(N)
     later = dist.new_group([0, 1])
     # Loads what connecting needs, so that the next call waits for nothing but the other rank.
     tw.all_reduce(torch.ones(N), "none", timeout=TIMEOUT)
 
-    def in_thread() -> None:
+    def in_thread(async_op: bool = False) -> None:
         y = torch.ones(N)
         thread = threading.Thread(
-            target=lambda: found.append(attempt(tw.all_reduce, y, "none")), name="second"
+            target=lambda: found.append(attempt(tw.all_reduce, y, "none", async_op=async_op)),
+            name="second",
         )
         thread.start()
         thread.join()
@@ -175,6 +178,7 @@ def on_a_second_thread() -> tuple[str, str, str, list[float]]:
         found.append(attempt(tw.all_reduce, x, "none"))
     background = tw.all_reduce(torch.ones(N), "none", async_op=True)
     in_thread()
+    in_thread(async_op=True)
     background.wait()
     in_thread()
     return (*found, x.unique().tolist())
@@ -186,7 +190,40 @@ def test_threads_that_call_on_one_group_at_the_same_time_are_refused():
     assert "'second'" in refused
     assert "'first'" in refused
     assert first == second == [2.0]
-    assert others == also == ["", ""]
+    for found in (others, also):
+        *beside, alone = found
+        assert alone == ""
+        for text in beside:
+            assert "thread 'second' while thread 'MainThread' has not yet waited for one" in text
+
+
+def on_an_operation_that_waits_for_ever() -> tuple[str, list[float], list[float]]:
+    """One group is aborted; another of ours and that of the program go on."""
+    me, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    backend = torch_internals.backend_of(dist.group.WORLD, torch.device("cpu"))
+    groups = [
+        torch_internals.gloo_group(
+            torch_internals.prefixed(name, store), me, 2, backend.network_devices, backend.timeout
+        )
+        for name in ("aborted", "other")
+    ]
+    error, x, y = "", torch.ones(1), torch.ones(1)
+    if me == 0:
+        pending = torch_internals.broadcast(groups[0], torch.ones(1), 1, timedelta(days=30))
+        torch_internals.abort(groups[0])
+        try:
+            pending.wait()
+        except RuntimeError as ended:
+            error = str(ended)
+    torch_internals.all_reduce(groups[1], x, dist.ReduceOp.SUM, backend.timeout).wait()
+    dist.all_reduce(y)
+    return error, x.tolist(), y.tolist()
+
+
+def test_an_operation_that_waits_for_ever_is_ended_without_harm_to_other_groups():
+    (error, *sums), (_, *also) = ranks.run(on_an_operation_that_waits_for_ever, ranks=2)
+    assert "closure" in error
+    assert sums == also == [[2.0], [2.0]]
 
 
 class Nothing(Exchange):
@@ -243,6 +280,8 @@ def on_exchanges_while_the_channel_closes() -> int:
                 channel.submit(exchange)
             except tw.PeerError:
                 return
+            except RuntimeError:  # beside that of another thread
+                continue
             handles.append(exchange.handle)
 
     threads = [threading.Thread(target=submit) for _ in range(3)]

@@ -76,6 +76,7 @@ def gloo_group(store: Any, index: int, size: int, network_devices: Any, timeout:
 
 
 PULSE_TAG = 2_147_461_523  # of messages that nobody receives
+ABORT_TAG = PULSE_TAG + 1  # of messages that nobody sends
 
 
 def connects_at_once(group: dist.ProcessGroup) -> bool:
@@ -144,10 +145,22 @@ def broadcast(group: Any, tensor: Tensor, root: int, timeout: timedelta) -> Pend
     return group.broadcast([tensor], options)
 
 
+def abort(group: Any) -> None:
+    """Close the connections of a gloo group at once; operations that wait for them end.
+
+    gloo cannot cancel an operation, and the `abort` of its groups does nothing. But a receive that
+    times out closes all connections of its group, and whatever waits for one of them ends. Not so
+    an operation that has sent or received a part of a message: it ends with its own time limit.
+    """
+    with contextlib.suppress(RuntimeError):
+        nothing = torch.empty(1, dtype=torch.uint8)
+        group.recv_anysource([nothing], ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
 def keep(group: Any) -> None:
     """Do not destroy a group, not even when the interpreter ends, until `let_go` is called.
 
-    Its destructor waits for operations that may never end.
+    Its destructor waits for operations that have not ended.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

@@ -56,23 +56,25 @@ class Channel:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
         self._caller: threading.Thread | None = None  # inside a call that waits
+        self._background: list[tuple[threading.Thread, weakref.ref[Handle]]] = []
         self.thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
         )
         self.thread.start()
 
     def submit(self, exchange: Runnable) -> None:
-        """Queue an exchange; its handle ends when it has ended."""
+        """Queue an exchange; its handle ends when it has ended.
+
+        Until somebody has waited for the handle, exchanges of other threads are refused.
+        """
         with self._lock:
             self._submit(exchange)
+            started = (threading.current_thread(), weakref.ref(exchange.handle))
+            self._background.append(started)
 
     def call(self, exchange: Runnable) -> None:
-        """Queue an exchange and wait for it.
-
-        Until this returns, exchanges of other threads are refused: on another rank they might come
-        first. An exchange in the background keeps nobody out, as a program may well have an order
-        in which its threads start them (the thread of a backward pass and the main one, say).
-        """
+        """Queue an exchange and wait for it; until this returns, those of other threads are
+        refused."""
         with self._lock:
             self._submit(exchange)
             before, self._caller = self._caller, threading.current_thread()
@@ -84,16 +86,29 @@ class Channel:
     def _submit(self, exchange: Runnable) -> None:
         if self._end is not None:
             raise PeerError("the process group has been destroyed")
-        caller, me = self._caller, threading.current_thread()
-        if caller is not None and me not in (caller, self.thread):
-            raise RuntimeError(
-                f"{exchange.handle.what} was called in thread {me.name!r} while thread "
-                f"{caller.name!r} is inside a call on the same process group: other ranks may "
-                "order the two differently, and results would get mixed up. Use a group in one "
-                "thread at a time, or make one for each thread (torch.distributed.new_group)"
-            )
+        self._check_thread(exchange.handle.what)
         self.count += 1
         self._exchanges.put(exchange)
+
+    def _check_thread(self, what: str) -> None:
+        """Refuse an exchange beside one of another thread: on another rank it might come first."""
+        me, caller = threading.current_thread(), self._caller
+        self._background = [each for each in self._background if _is_open(each[1])]
+        if me is self.thread:
+            return
+        if caller is not None and caller is not me:
+            does = "is inside a call"
+        else:
+            others = [thread for thread, _ in self._background if not _ordered(me, thread)]
+            if not others:
+                return
+            caller, does = others[0], "has not yet waited for one that it started"
+        raise RuntimeError(
+            f"{what} was called in thread {me.name!r} while thread {caller.name!r} {does} on the "
+            "same process group: other ranks may order the two differently, and results would get "
+            "mixed up. Use a group in one thread at a time, or make one for each thread "
+            "(torch.distributed.new_group)"
+        )
 
     def close(self) -> None:
         """Let the thread end; what was submitted gets a moment to end before it."""
@@ -188,6 +203,18 @@ class Channel:
             account.bytes_sent = link.bytes_sent - before[0]
             account.bytes_received = link.bytes_received - before[1]
             account.network_bytes = link.network_bytes - before[2]
+
+
+def _is_open(reference: "weakref.ref[Handle]") -> bool:
+    handle = reference()
+    return handle is not None and handle.open
+
+
+def _ordered(one: threading.Thread, other: threading.Thread) -> bool:
+    """Whether the exchanges of two threads come in one order: those of a thread alone do, and so do
+    those of autograd's own threads, which work for whoever waits inside backward()."""
+    foreign = threading._DummyThread  # not started by Python
+    return one is other or isinstance(one, foreign) or isinstance(other, foreign)
 
 
 # Threads that have not been seen to end, each with its channel. A thread that is about to end still

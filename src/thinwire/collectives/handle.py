@@ -53,6 +53,7 @@ class Handle:
         self._result = result
         self._error: BaseException | None = None
         self._ended = threading.Event()
+        self._seen = False  # somebody has been told that it has ended
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
         self._callbacks: list[Callable[[Handle], None]] = []
@@ -80,19 +81,31 @@ class Handle:
         """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.what} has not ended within {timeout:g} s; it goes on")
+        self._seen = True
         if self._error is not None:
             raise self._error
 
     def wait_until_ended(self) -> None:
         """Return when the exchange has ended, well or not; raises nothing."""
         self._ended.wait()
+        self._seen = True
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._ended.is_set()
+        if self._ended.is_set():
+            self._seen = True
+            return True
+        return False
+
+    @property
+    def open(self) -> bool:
+        """Whether nobody has been told yet that it has ended: nothing in the program can have been
+        ordered behind it."""
+        return not self._seen
 
     def exception(self) -> BaseException | None:
         """The error of an exchange that failed; None while it runs and when it went well."""
+        self._seen = self._seen or self._ended.is_set()
         return self._error
 
     def get_future(self) -> "torch.futures.Future[Any]":
@@ -132,6 +145,7 @@ class Handle:
                 log.exception("a callback of %s raised", self.what)
 
     def _fulfil(self, future: "torch.futures.Future[Any]") -> None:
+        self._seen = True
         if self._error is None:
             future.set_result(self._result)
         else:

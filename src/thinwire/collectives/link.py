@@ -22,7 +22,7 @@ from torch import Tensor
 
 from thinwire import torch_internals
 from thinwire.collectives.connect import Connecting, GivenUpError, Members
-from thinwire.collectives.watch import Watch, abandon
+from thinwire.collectives.watch import Watch, end
 from thinwire.errors import PeerError
 
 STEP = timedelta(milliseconds=50)
@@ -181,11 +181,11 @@ class Link:
         try:
             while not self._done(pending):
                 if self._stopped():
-                    abandon(self._group, pending)
+                    end(self._group, pending)
                     raise GivenUpError
                 if self._alarmed():
                     lost = self._reason("a process has ended", limit)
-                    abandon(self._group, pending)
+                    end(self._group, pending)
                     break
         except RuntimeError as error:
             if self._waits_in_steps and not _is_loss(error):

@@ -19,7 +19,7 @@ from thinwire import torch_internals
 
 WATCHED, WATCHER = 0, 1
 FOR_EVER = timedelta(days=30)
-MOMENT = timedelta(milliseconds=300)  # for the neighbour to take a notice, or to end its watch, too
+MOMENT = timedelta(milliseconds=300)  # to take a notice, or to end
 FAREWELL = 1  # the kind of a notice; `pairs` has more
 
 Connect = Callable[[str, int, int], Any]  # (name, own place, members) -> a gloo group
@@ -116,40 +116,46 @@ class Watch:
             with contextlib.suppress(RuntimeError):
                 each.wait(MOMENT)
         if told and not told[-1].is_completed():
-            abandon(self._right, told[-1])
-        del told
+            end(self._right, told[-1])
         self._right = None
         with self._lock:
             left, pending = self._left, self._pending
             self._left = self._pending = None
-        try:
+        with contextlib.suppress(RuntimeError):
             pending.wait(MOMENT)
-        except RuntimeError:
-            if not pending.is_completed():
-                abandon(left, pending)  # the neighbour may live on
+        if not pending.is_completed():
+            end(left, pending)  # the neighbour may live on
 
 
 def _broadcast(pair: Any, tensor: torch.Tensor) -> Any:
     return torch_internals.broadcast(pair, tensor, WATCHED, FOR_EVER)
 
 
-# Groups with an operation under way, which their destructors would wait for. Each has a thread and
-# connections until then.
-_abandoned: list[tuple[Any, Any]] = []
+# Groups with an operation under way, which their destructors would wait for: each has a thread, and
+# the memory of the operation, until then.
+_ending: list[tuple[Any, Any]] = []
 _lock = threading.Lock()
 
 
-def abandon(group: Any, pending: Any) -> None:
-    """Leave a group whose operation has not ended, until it has; at the latest for ever."""
-    torch_internals.keep(group)
-    with _lock:
-        _abandoned.append((group, pending))
+def end(group: Any, pending: Any) -> None:
+    """Close the connections of a group whose operation would wait, maybe for ever.
+
+    The operation ends now or, if it is in the middle of a message, with its own time limit: the
+    group is left to itself until then.
+    """
+    torch_internals.abort(group)
+    with contextlib.suppress(RuntimeError):
+        pending.wait(MOMENT)
+    if not pending.is_completed():
+        torch_internals.keep(group)
+        with _lock:
+            _ending.append((group, pending))
 
 
 def reap() -> None:
-    """Destroy abandoned groups whose operations have ended since."""
+    """Destroy groups whose operations have ended since."""
     with _lock:
-        ended = [each for each in _abandoned if each[1].is_completed()]
-        _abandoned[:] = [each for each in _abandoned if not each[1].is_completed()]
+        ended = [each for each in _ending if each[1].is_completed()]
+        _ending[:] = [each for each in _ending if not each[1].is_completed()]
     for group, _ in ended:
         torch_internals.let_go(group)

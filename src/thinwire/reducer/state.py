@@ -17,6 +17,32 @@ STORAGE = 0x53544F52  # sets the random numbers of storage apart from those of c
 TensorState = dict[str, Tensor]  # of one tensor: a flat vector for each part
 
 
+class LastExchange:
+    """The last exchange of something, for as long as it is under way.
+
+    A handle that has ended is let go, with its tensors and with its error: the traceback of an
+    error may hold a model, and with it whatever the model holds.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Handle | None = None
+
+    def follow(self, handle: Handle) -> None:
+        """An exchange was started."""
+        self._handle = handle
+        handle.when_ended(self._release)
+
+    def _release(self, handle: Handle) -> None:
+        if self._handle is handle:
+            self._handle = None
+
+    def wait_until_ended(self) -> None:
+        """Return when none is under way."""
+        handle = self._handle
+        if handle is not None:
+            handle.wait_until_ended()
+
+
 @dataclass
 class UnitState:
     """The state of a unit: one vector over all its tensors for each part."""
@@ -27,22 +53,7 @@ class UnitState:
     vectors: dict[str, StateVector]
     steps: int = 0
     fresh: bool = True  # nothing remembered yet
-    handle: Handle | None = None  # of the last exchange, which may still be under way
-
-    def follow(self, handle: Handle) -> None:
-        """An exchange of it is under way; a handle that has ended is let go with its tensors."""
-        self.handle = handle
-        handle.when_ended(self._release)
-
-    def _release(self, handle: Handle) -> None:
-        if self.handle is handle:
-            self.handle = None
-
-    def wait_until_idle(self) -> None:
-        """Return when no exchange of it is under way."""
-        handle = self.handle
-        if handle is not None:
-            handle.wait_until_ended()
+    exchange: LastExchange = field(default_factory=LastExchange)
 
     def storage_key(self, seed: int) -> Key:
         """To round what is kept of the next step. It follows from what checkpoints hold."""
@@ -71,7 +82,7 @@ class UnitState:
 
         Each vector is read once, whatever the number of tensors: it may have to be decoded.
         """
-        self.wait_until_idle()
+        self.exchange.wait_until_ended()
         found: dict[str, TensorState] = {name: {} for name in self.names}
         if not self.fresh:
             for part in parts or self.vectors:
@@ -170,13 +181,13 @@ class FeedbackStates:
         """Whether something is remembered of any of its tensors."""
         own = [self._by_name[name] for name in unit.names if name in self._by_name]
         for state in own:
-            state.wait_until_idle()  # ranks must agree, however fast each of them is
+            state.exchange.wait_until_ended()  # ranks must agree, however fast each of them is
         return any(name in self._loaded for name in unit.names) or not all(s.fresh for s in own)
 
     def scale(self, factor: float) -> None:
         """Multiply all that is remembered."""
         for unit_state in {id(state): state for state in self._by_name.values()}.values():
-            unit_state.wait_until_idle()
+            unit_state.exchange.wait_until_ended()
             for vector in unit_state.vectors.values():
                 vector.scale(factor)
         for loaded, _ in self._loaded.values():

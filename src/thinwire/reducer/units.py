@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.collectives.channel import process_group
-from thinwire.collectives.handle import Handle
 from thinwire.collectives.nodes import NodeLayout
 from thinwire.collectives.options import SENDERS, Options
 from thinwire.compressors import Compressor, JointCompressor, NoCompression, compressor_of
@@ -37,7 +36,7 @@ from thinwire.reducer.exchange import (
     UnitUpdate,
 )
 from thinwire.reducer.saved_state import ReducerState
-from thinwire.reducer.state import FeedbackStates
+from thinwire.reducer.state import FeedbackStates, LastExchange
 from thinwire.reducer.unit import Unit
 from thinwire.telemetry import Ledger
 
@@ -84,7 +83,7 @@ class UnitReducer:
             self.decide(given)
         self.recalled: Recalled = {}  # the same on all ranks
         self._buffers = ScratchBuffers()
-        self._last_joint: Handle | None = None
+        self._last_joint = LastExchange()
 
     def __repr__(self) -> str:
         feedback = feedback_for(self.compressor, "auto" if self._auto else self.feedback)
@@ -134,10 +133,10 @@ class UnitReducer:
         )
         handle = exchange.start(async_op=True)
         if isinstance(compressor, JointCompressor):
-            self._last_joint = handle
+            self._last_joint.follow(handle)
         for each in updates:
             if each.state is not None:
-                each.state.follow(handle)
+                each.state.exchange.follow(handle)
         self.ledger.note(handle, units, compressor)
         return exchange
 
@@ -159,7 +158,7 @@ class UnitReducer:
             own = self._feedback_of([unit], used) if unit.uncompressed else feedback
             state = None if isinstance(own, NoFeedback) else self.states.of_unit(unit)
             if state is not None and feedback.dense_start:
-                state.wait_until_idle()  # whether it is fresh must not depend on speed
+                state.exchange.wait_until_ended()  # whether it is fresh must not depend on speed
             first = state is None or state.fresh
             flat = unit.flat(self._buffers, f"{i}")
             whole = size == 1 or used.sends_all(flat.numel())
@@ -201,8 +200,7 @@ class UnitReducer:
             name: {"steps": steps, **{part: values.clone() for part, values in state.items()}}
             for name, (state, steps) in self.states.of_tensors(self.states.names()).items()
         }
-        if self._last_joint is not None:
-            self._last_joint.wait_until_ended()
+        self._last_joint.wait_until_ended()
         return {
             "seed": self.seed,
             "feedback": str(self.feedback),
