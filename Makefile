@@ -32,7 +32,7 @@ test-thorough: setup  ## A thousand examples of every property, a million damage
 	$(VENV)/bin/python benchmarks/fuzz.py --frames 1000000
 	$(VENV)/bin/python -m pytest -v -m hypothesis --hypothesis-profile=thorough
 
-fuzz: setup  ## Ten million damaged and hostile frames, always the same ones (an hour)
+fuzz: setup  ## Ten million damaged and hostile frames, always the same ones (15 minutes on two cores)
 	$(VENV)/bin/python benchmarks/fuzz.py
 
 # What depends on torch, on another release of it: torch's own wheels for that release, so that on

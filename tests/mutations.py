@@ -1,15 +1,12 @@
-"""Damaged and hostile frames, the checksum mostly right: valid ones changed at random, and trees of
-codes with numbers that no writer uses.
+"""Damaged and hostile frames and containers, the checksum mostly right: valid ones changed at
+random, and trees of codes with numbers that no writer uses.
 
-Shared by test_frames.py, test_hostile_frames.py and benchmarks/fuzz.py.
+Shared by test_frames.py, test_hostile_frames.py, trials.py and benchmarks/fuzz.py.
 """
 
-import contextlib
 import dataclasses
 import random
-import resource
-from collections.abc import Iterator
-from pathlib import Path
+import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,18 +15,29 @@ from tensors import content, normal
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.frames.code import Code, Extent, as_bytes
-from thinwire.frames.frame import _checksum, _order
-from thinwire.frames.header import CHECKSUM, CODES, DTYPES, header_bytes, read_header
+from thinwire.frames.code import Code, Extent, as_bytes, varint
+from thinwire.frames.frame import MAX_NUMEL as MOST_BY_DEFAULT
+from thinwire.frames.frame import _order
+from thinwire.frames.header import (
+    ALIGNMENT,
+    CHECKSUM,
+    CODES,
+    CONTAINER,
+    DTYPES,
+    FIXED,
+    LONGEST_HEADER,
+    header_bytes,
+    read_header,
+)
+from thinwire.frames.packing import COUNTED, HEAD
 from thinwire.frames.positions import Overlay, Seeded, Sparse
 from thinwire.frames.zipped import Zipped
+from thinwire.kernels.cpu.checksum import _sum
 
 F32 = torch.float32
 NESTING = {kind.id for kind in (Sparse, Seeded, Overlay, Zipped)}
-MAX_NUMEL = 1 << 20
+MAX_NUMEL = 1 << 20  # that a reader of these frames expects, where it says so
 LONGEST = 1 << 16  # bytes that a mutation makes a frame at most
-# Room for a tensor of MAX_NUMEL float64 many times over, and for the stacks and arenas of threads.
-MOST_MEMORY = 512 << 20
 
 SPECS = [
     *("none", "lossless", "lossless:zlib", "cast:fp16", "cast:bf16", "cast:fp8", "cast:fp8,8"),
@@ -44,13 +52,24 @@ SPECS = [
 ]
 
 
+def repair(data: bytearray) -> None:
+    """Give a frame a right checksum.
+
+    In NumPy, and past everything that the reader does about it: most of the time that a mutation
+    takes to make went there.
+    """
+    if len(data) < CHECKSUM.stop:
+        return
+    words = np.frombuffer(data + bytes(-len(data) % 8), np.uint64)
+    total = int(words[0]) + int(_sum(words[CHECKSUM.stop // 8 :], 0))
+    data[CHECKSUM] = (total & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little")
+
+
 def seal(data: bytes) -> Tensor:
     """Bytes as a frame with a right checksum."""
-    frame = np.frombuffer(data, np.uint8).copy()
-    if len(frame) >= CHECKSUM.stop:
-        value = _checksum(torch.from_numpy(frame))
-        frame[CHECKSUM] = np.frombuffer(value.to_bytes(8, "little"), np.uint8)
-    return torch.from_numpy(frame)
+    frame = bytearray(data)
+    repair(frame)
+    return torch.from_numpy(np.frombuffer(frame, np.uint8).copy())
 
 
 def frame_of(
@@ -63,99 +82,46 @@ def frame_of(
     return seal(data)
 
 
-def valid_frames() -> list[bytes]:
+class ValidFrame(NamedTuple):
+    """A frame to damage."""
+
+    data: bytes
+    head: int  # bytes of its header
+    codes: int  # a bit for the id of every code in it
+
+
+def valid_frames() -> list[ValidFrame]:
     """Small frames of every code and element type."""
-    frames = []
+    payloads = []
     for i, spec in enumerate(SPECS):
         for j, n in enumerate((0, 1, 9, 100, 300)):
             dtype = (torch.float32, torch.float64, torch.float16, torch.bfloat16)[(i + j) % 4]
             shape = (n,) if n != 100 else (4, 1, 25)
             x = normal(n, i, dtype).view(shape)
-            frames.append(tw.parse(spec).encode(x, key=tw.Key(i, j)))
-    frames.append(tw.TopK(0.1).encode(torch.full((50,), float("nan"))))
+            payloads.append(tw.parse(spec).encode(x, key=tw.Key(i, j)))
+    payloads.append(tw.TopK(0.1).encode(torch.full((50,), float("nan"))))
     raw = content("normal", 30, torch.float32, 0) * 50
-    frames += [tw.NoCompression().encode(raw.to(dtype)) for dtype in DTYPES]
-    frames += [tw.Lossless().encode(raw.to(dtype).repeat(9)) for dtype in DTYPES]
-    return [tw.pack(payload).numpy().tobytes() for payload in frames]
+    payloads += [tw.NoCompression().encode(raw.to(dtype)) for dtype in DTYPES]
+    payloads += [tw.Lossless().encode(raw.to(dtype).repeat(9)) for dtype in DTYPES]
+    return [_valid(payload) for payload in payloads]
 
 
-def _somewhere(rng: random.Random, data: bytes) -> int:
-    """A place in the frame, every other time in its header."""
-    end = len(data) if rng.random() < 0.5 else min(len(data), 64)
-    return rng.randrange(end) if end else 0
+def _valid(payload: tw.Payload) -> ValidFrame:
+    codes = 0
+    for code in (payload.code, *payload.code.descendants()):
+        codes |= 1 << code.id
+    return ValidFrame(tw.pack(payload).numpy().tobytes(), len(payload.header), codes)
 
 
-def _flip(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    at = _somewhere(rng, data)
-    return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
-
-
-def _replace(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    at = _somewhere(rng, data)
-    value = rng.choice([0, 1, 2, 3, 4, 8, 0x7F, 0x80, 0xFF, rng.randrange(256)])
-    return data[:at] + bytes([value]) + data[at + 1 :]
-
-
-def _truncate(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    return data[: _somewhere(rng, data)]
-
-
-def _extend(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    return data + rng.randbytes(rng.choice([1, 7, 8, 64]))
-
-
-def _splice(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    return data[: _somewhere(rng, data)] + other[_somewhere(rng, other) :]
-
-
-def _insert(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    at = _somewhere(rng, data)
-    return data[:at] + rng.randbytes(rng.choice([1, 1, 2, 8])) + data[at:]
-
-
-def _delete(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    at = _somewhere(rng, data)
-    return data[:at] + data[at + rng.choice([1, 1, 2, 8]) :]
-
-
-def _blow_up(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """A huge number in place of a byte of the header's variable part."""
-    at = 20 + rng.randrange(min(44, max(1, len(data) - 20)))
-    digits = b"\xff" * rng.choice([1, 2, 3, 4, 8, 9, 10])
-    return data[:at] + digits + bytes([rng.choice([0, 1, 0x0F, 0x7F])]) + data[at + 1 :]
-
-
-def _new_type(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    return data[:4] + bytes([rng.randrange(12)]) + data[5:]
-
-
-CHANGES = [
-    *(_flip, _flip, _replace, _replace, _truncate, _extend, _splice, _insert, _delete, _blow_up),
-    _new_type,
-]
-
-
-def _realign(data: bytes) -> bytes:
-    """The header filled up again to a multiple of 8 bytes after its length has changed."""
-    at = 64  # beyond the header of all but the deepest chains: what follows moves along
-    return data[:at] + bytes(-len(data) % 8) + data[at:]
-
-
-def implied(data: bytes) -> int:
+def implied(data: bytes | bytearray, most: int = MAX_NUMEL) -> int:
     """The length of the frame that a header implies; 0 if that is none worth making."""
     try:
-        header = read_header(data[:512], MAX_NUMEL)
-        layout = header.code.sections(Extent(header.dtype, header.shape.numel()))
-        size = header.length + sum(section.num_bytes for section in layout)
+        header = read_header(bytes(data[:LONGEST_HEADER]), most)
+        extent = Extent(header.dtype, header.shape.numel())
+        size = header.length + header.code.section_bytes(extent)
     except (tw.FrameError, ZeroDivisionError, KeyError):
         return 0
     return size if size <= LONGEST else 0
-
-
-def _fit(rng: random.Random, data: bytes) -> bytes:
-    """A body of the length that the header now implies, so that the content gets read."""
-    size = implied(data) or len(data)
-    return data[:size] + rng.randbytes(max(0, size - len(data)))
 
 
 def claim(head: bytes, fill: int) -> Tensor:
@@ -167,121 +133,282 @@ NUMBERS = [
     *(0, 1, 2, 3, 4, 7, 8, 9, 16, 63, 64, 127, 128, 255, 256, 1100, 4096, 1 << 20, 1 << 31),
     *(1 << 32, (1 << 32) + 1, 1 << 48, (1 << 63) - 8, 1 << 63, (1 << 64) - 8, (1 << 64) - 1),
 ]
+# Numbers of elements, and those around the limits of a reader that expects so many, and of one that
+# does not: 2^26 of four bytes each are the memory that any frame may take. Few of the latter are
+# made, since a frame that passes takes a thousand times as long as others.
+SIZES = [0, 2, 8, 50, 256, 1000, 1 << 10, 1 << 12, 1 << 14]
+EXPECTED = [1 << 16, 1 << 18, MAX_NUMEL, MAX_NUMEL + 1, 1 << 32]
+UNEXPECTED = [
+    *(MAX_NUMEL + 1, 1 << 22, 1 << 24, 1 << 25, 1 << 26, (1 << 26) + 1, 1 << 28, 1 << 31),
+    *((1 << 32) - 1, 1 << 32, (1 << 32) + 1),
+]
+BYTES = [0, 1, 2, 3, 4, 8, 0x7F, 0x80, 0xFF]
+NAMES = [b"", b"a", b"b", b"weight", b"layer.0.bias", "\N{GREEK SMALL LETTER ALPHA}".encode()]
+FIELDS = {
+    kind: [(field.name, field.type in ("Code", Code)) for field in dataclasses.fields(kind)]
+    for kind in CODES.values()
+}
+KINDS = list(CODES.values())
+LEAVES = [kind for kind in KINDS if kind.id not in NESTING]
 
 
-def _number(rng: random.Random, numel: int) -> int:
-    """A parameter: mostly one that makes sense, else one at a limit."""
-    if rng.random() < 0.75:
-        return rng.choice([0, 1, 2, 4, 7, 8, numel // 2, max(0, numel - 1), numel])
-    return rng.choice(NUMBERS)
+class Mutation(NamedTuple):
+    """A frame or container that is probably not valid."""
+
+    data: bytes | bytearray
+    kind: str  # what was done to it
+    codes: int  # a bit for the id of every code that it was made from
+    by_default: bool  # read without a word on how many elements are expected
+
+    @property
+    def is_container(self) -> bool:
+        return self.kind in IN_CONTAINERS
+
+    @property
+    def max_numel(self) -> int | None:
+        return None if self.by_default else MAX_NUMEL
+
+    @property
+    def frame(self) -> Tensor:
+        return torch.from_numpy(np.frombuffer(self.data, np.uint8).copy())
 
 
-def _tree(rng: random.Random, numel: int, depth: int) -> Code:
-    """A code with parameters and nested codes at random."""
-    kinds = [CODES[number] for number in CODES if depth > 1 or number not in NESTING]
-    kind = rng.choice(kinds)
-    if kind is Zipped:
-        inner = _tree(rng, numel, depth - 1)
+class Mutator:
+    """Makes mutations of valid frames; the random numbers alone decide which."""
+
+    def __init__(self, rng: random.Random, frames: list[ValidFrame]) -> None:
+        self._rng, self._frames = rng, frames
+        self._random = rng.random
+        self._by_default = False
+        self._change = {name: getattr(self, f"_{name}") for name in CHANGES}
+
+    def next(self) -> Mutation:
+        """Most are damaged, some invented or in containers; a tenth is read with default limits."""
+        self._by_default = self._random() < 0.1
+        chance = self._random()
+        if chance < 0.08:
+            return self.container()
+        return self.invented() if chance < 0.22 else self.damaged()
+
+    def _numel(self) -> int:
+        if self._random() < 0.95:
+            return self._choice(SIZES)
+        return self._choice(UNEXPECTED if self._by_default else EXPECTED)
+
+    def _implied(self, data: bytearray) -> int:
+        return implied(data, MOST_BY_DEFAULT if self._by_default else MAX_NUMEL)
+
+    # Damaged frames
+
+    def damaged(self) -> Mutation:
+        """A valid frame changed in some places."""
+        frame = self._choice(self._frames)
+        data = bytearray(frame.data)
+        kind = "several changes"
+        for _ in range(count := self._choice((1, 1, 1, 2, 3))):
+            name = self._choice(CHANGES)
+            if data:
+                self._change[name](data)
+            if count == 1:
+                kind = name
+        if self._random() < 0.1:
+            # The header is filled up again to a multiple of 8 bytes after its length has changed.
+            at = 64  # beyond the header of all but the deepest chains: what follows moves along
+            data[at:at] = bytes(-len(data) % ALIGNMENT)
+        if self._random() < 0.6:
+            self._fit(data, frame)
+        del data[LONGEST:]
+        if self._random() < 0.9:
+            repair(data)
+        else:
+            kind = "checksum not repaired"
+        return Mutation(data, kind, frame.codes, self._by_default)
+
+    def _fit(self, data: bytearray, frame: ValidFrame) -> None:
+        """A body of the length that the header now implies, so that the content gets read."""
+        before, after = slice(CHECKSUM.start), slice(CHECKSUM.stop, frame.head)
+        if data[before] == frame.data[before] and data[after] == frame.data[after]:
+            size = len(frame.data)
+        else:
+            size = self._implied(data) or len(data)
+        del data[size:]
+        data += self._rng.randbytes(size - len(data))
+
+    def _somewhere(self, data: bytes | bytearray) -> int:
+        """A place in the frame, every other time in its header."""
+        return self._below(len(data) if self._random() < 0.5 else min(len(data), 64))
+
+    def _flip(self, data: bytearray) -> None:
+        data[self._somewhere(data)] ^= 1 << self._below(8)
+
+    def _replace(self, data: bytearray) -> None:
+        new = self._choice(BYTES) if self._random() < 0.9 else self._below(256)
+        data[self._somewhere(data)] = new
+
+    def _truncate(self, data: bytearray) -> None:
+        del data[self._somewhere(data) :]
+
+    def _extend(self, data: bytearray) -> None:
+        data += self._rng.randbytes(self._choice((1, 7, 8, 64)))
+
+    def _splice(self, data: bytearray) -> None:
+        other = self._choice(self._frames).data
+        data[self._somewhere(data) :] = other[self._somewhere(other) :]
+
+    def _insert(self, data: bytearray) -> None:
+        at = self._somewhere(data)
+        data[at:at] = self._rng.randbytes(self._choice((1, 1, 2, 8)))
+
+    def _delete(self, data: bytearray) -> None:
+        at = self._somewhere(data)
+        del data[at : at + self._choice((1, 1, 2, 8))]
+
+    def _number(self, data: bytearray) -> None:
+        """A huge number in place of a byte of the header's variable part."""
+        at = FIXED + self._below(min(44, max(1, len(data) - FIXED)))
+        digits = b"\xff" * self._choice((1, 2, 3, 4, 8, 9, 10))
+        data[at : at + 1] = digits + bytes([self._choice((0, 1, 0x0F, 0x7F))])
+
+    def _size(self, data: bytearray) -> None:
+        """Another number of elements in place of the first dimension, in a header that fits."""
+        size = self._numel()
         try:
-            plain = [section.num_bytes for section in inner.sections(Extent(F32, numel))]
-        except (ZeroDivisionError, KeyError):
-            plain = [8]
-        sizes = [rng.choice([size, size, size // 2, _number(rng, numel)]) for size in plain[:16]]
-        return Zipped(rng.choice([1, 2, 2, 9]), tuple(min(s, NUMBERS[-1]) for s in sizes), inner)
-    given: list[Any] = []
-    few = numel
-    for field in dataclasses.fields(kind):
-        if field.type in ("Code", Code):
-            given.append(_tree(rng, few, depth - 1))
-            continue
-        given.append(_number(rng, numel))
-        few = min(numel, given[-1]) if field.name == "count" else few
-    return kind(*given)
+            header = read_header(bytes(data[:LONGEST_HEADER]), MOST_BY_DEFAULT)
+        except tw.FrameError:
+            data[FIXED : FIXED + 1] = varint(size)
+            return
+        shape = [size, *header.shape[1:]]
+        data[: header.length] = header_bytes(
+            header.code,
+            header.dtype,
+            shape,  # type: ignore[arg-type]
+            header.non_finite,
+            header.fingerprint,
+        )
 
+    def _type(self, data: bytearray) -> None:
+        data[4:5] = bytes([self._below(12)])
 
-def invent(rng: random.Random, frames: list[bytes]) -> bytes:
-    """A frame made up from codes in any order and depth, with a body of some valid one."""
-    numel = rng.choice([1, 4, 9, 64, 100, 1000, rng.choice(NUMBERS)])
-    shape = rng.choice([[numel], [numel], [1, numel, 1], [numel, rng.choice(NUMBERS)]])
-    dtype = rng.choice([F32, F32, torch.float64, torch.float16, rng.choice(list(DTYPES))])
-    code = _tree(rng, numel, rng.choice([1, 2, 2, 3, 4, 13]))
-    head = header_bytes(code, dtype, shape, rng.random() < 0.2, 0)  # type: ignore[arg-type]
-    size = implied(head) or len(head) + 64
-    body = rng.choice(
-        [b"", rng.choice(frames)[32:], bytes([rng.choice([0, 1, 0x7F, 0xFF])]) * size]
-    )
-    data = head + body
-    return data[:size] + rng.randbytes(max(0, size - len(data)))
+    # Invented frames
 
+    def invented(self) -> Mutation:
+        """Codes in any order and depth with any numbers, with a body of some valid frame."""
+        numel = self._choice((1, 4, 9, 64, 100, 1000, None))
+        if numel is None:
+            numel = self._numel() if self._random() < 0.5 else self._choice(NUMBERS)
+        sizes = [[numel], [numel], [1, numel, 1]]
+        shape = self._choice(sizes) if self._random() < 0.75 else [numel, self._choice(NUMBERS)]
+        dtype = self._choice((F32, F32, torch.float64, torch.float16, None))
+        code, codes = self._tree(numel, self._choice((1, 2, 2, 3, 4, 13)))
+        data = bytearray(
+            header_bytes(
+                code,
+                dtype or self._choice(list(DTYPES)),
+                shape,  # type: ignore[arg-type]
+                self._random() < 0.2,
+                0,
+            )
+        )
+        size = self._implied(data) or len(data) + 64
+        body = self._below(3)
+        if body == 1:
+            data += self._choice(self._frames).data[32:]
+        elif body == 2:
+            data += bytes([self._choice((0, 1, 0x7F, 0xFF))]) * size
+        del data[size:]
+        data += self._rng.randbytes(size - len(data))
+        del data[LONGEST:]
+        repair(data)
+        return Mutation(data, "invented", codes, self._by_default)
 
-def mutate(rng: random.Random, frames: list[bytes]) -> Tensor:
-    """A frame that is probably not valid, most of them damaged, some invented."""
-    if rng.random() < 0.15:
-        return seal(invent(rng, frames)[:LONGEST])
-    data, other = rng.choice(frames), rng.choice(frames)
-    for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        if data:
-            data = rng.choice(CHANGES)(rng, data, other)
-    if rng.random() < 0.1:
-        data = _realign(data)
-    if rng.random() < 0.6:
-        data = _fit(rng, data)
-    data = data[:LONGEST]
-    if rng.random() < 0.9:
-        return seal(data)
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-
-
-@contextlib.contextmanager
-def memory_limit(extra: int = MOST_MEMORY) -> Iterator[None]:
-    """So many bytes more than the process has now, and not one beyond."""
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + extra, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-class Outcome(NamedTuple):
-    """What became of a frame: a tensor, or the reason why not."""
-
-    tensor: Tensor | None
-    reason: str
-
-
-def attempt(frame: Tensor) -> Outcome:
-    """Decode a frame; anything but FrameError or a tensor of the claimed shape comes out."""
-    try:
-        payload = tw.unpack(frame, max_numel=MAX_NUMEL)
-        tensor = payload.restore()
-    except tw.FrameError as error:
-        return Outcome(None, str(error))
-    header = read_header(frame[:512].numpy().tobytes(), MAX_NUMEL)
-    assert tensor.shape == header.shape, f"{tensor.shape} instead of {header.shape}"
-    assert tensor.dtype == header.dtype, f"{tensor.dtype} instead of {header.dtype}"
-    return Outcome(tensor, "decoded")
-
-
-class MisreadError(Exception):
-    """A frame that was neither refused with FrameError nor read as what it claims to be."""
-
-    def __init__(self, number: int, frame: Tensor) -> None:
-        self.data = frame.numpy().tobytes()
-        super().__init__(f"frame {number}: {self.data.hex()}")
-
-
-def fuzz(seed: int, count: int) -> Iterator[bool]:
-    """Whether each of so many damaged frames could still be read, within a limit of memory.
-
-    A seed always makes the same frames.
-    """
-    rng, frames = random.Random(seed), valid_frames()
-    with memory_limit():
-        for number in range(count):
-            frame = mutate(rng, frames)
+    def _tree(self, numel: int, depth: int) -> tuple[Code, int]:
+        """A code with parameters and nested codes at random, and the ids in it as bits."""
+        kind = self._choice(KINDS if depth > 1 else LEAVES)
+        codes = 1 << kind.id
+        if kind is Zipped:
+            inner, within = self._tree(numel, depth - 1)
             try:
-                yield attempt(frame).tensor is not None
-            except Exception as error:
-                raise MisreadError(number, frame) from error
+                plain = [section.num_bytes for section in inner.sections(Extent(F32, numel))]
+            except (ZeroDivisionError, KeyError):
+                plain = [8]
+            sizes = (self._zipped_size(size, numel) for size in plain[:16])
+            return Zipped(self._choice((1, 2, 2, 9)), tuple(sizes), inner), codes | within
+        given: list[Any] = []
+        few = numel
+        for name, nests in FIELDS[kind]:
+            if nests:
+                inner, within = self._tree(few, depth - 1)
+                codes |= within
+                given.append(inner)
+                continue
+            given.append(self._parameter(numel))
+            few = min(numel, given[-1]) if name == "count" else few
+        return kind(*given), codes
+
+    def _zipped_size(self, plain: int, numel: int) -> int:
+        size = self._choice((plain, plain, plain // 2, None))
+        return min(self._parameter(numel) if size is None else size, NUMBERS[-1])
+
+    def _parameter(self, numel: int) -> int:
+        """Mostly one that makes sense, else one at a limit."""
+        if self._random() < 0.75:
+            return self._choice((0, 1, 2, 4, 7, 8, numel // 2, max(0, numel - 1), numel))
+        return self._choice(NUMBERS)
+
+    # Containers
+
+    def container(self) -> Mutation:
+        """Several frames, some of them damaged; or their table or any byte is."""
+        kind = self._choice(IN_CONTAINERS)
+        codes, frames = 0, list[bytes | bytearray]()
+        if kind == "many frames in a container":
+            frame = self._choice(self._frames)
+            data = bytearray(frame.data)
+            self._size(data)
+            repair(data)
+            codes, frames = frame.codes, [data] * self._choice((2, 3, 4, 8, 20))
+        else:
+            for _ in range(self._choice((0, 1, 1, 2, 3, 4))):
+                damaged = kind == "frames in a container" and self._random() < 0.3
+                source = self.damaged() if damaged else self._choice(self._frames)
+                frames.append(source.data)
+                codes |= source.codes
+        table = bytearray()
+        for i, data in enumerate(frames):
+            plain = len(frames) > len(NAMES) or self._random() < 0.8
+            name = b"%d" % i if plain else self._choice(NAMES)
+            table += varint(len(name)) + name + varint(len(data))
+        count = len(frames)
+        if kind == "table of a container":
+            if self._random() < 0.2:
+                count = self._choice(NUMBERS) & 0xFFFFFFFF
+            elif table:
+                self._change[self._choice(CHANGES)](table)
+        table += bytes(-len(table) % ALIGNMENT)
+        packed = bytearray(HEAD.pack(CONTAINER, count, len(table), 0))
+        check = zlib.crc32(table, zlib.crc32(packed[COUNTED]))
+        packed = bytearray(HEAD.pack(CONTAINER, count, len(table), check)) + table
+        for data in frames:
+            packed += data + bytes(-len(data) % ALIGNMENT)
+        if kind == "bytes of a container":
+            self._change[self._choice(CHANGES)](packed)
+        return Mutation(bytes(packed), kind, codes, self._by_default)
+
+    # Random numbers: `Random.choice` and `randrange` take several times as long.
+
+    def _below(self, n: int) -> int:
+        return int(self._random() * n)
+
+    def _choice(self, given: Any) -> Any:
+        return given[int(self._random() * len(given))]
+
+
+CHANGES = [
+    *("flip", "flip", "replace", "replace", "truncate", "extend", "splice", "insert", "delete"),
+    *("number", "type", "size"),
+]
+IN_CONTAINERS = [
+    *(["frames in a container", "table of a container", "bytes of a container"] * 3),
+    "many frames in a container",
+]
+MUTATIONS = {*CHANGES, *IN_CONTAINERS, "several changes", "checksum not repaired", "invented"}

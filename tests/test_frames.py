@@ -11,8 +11,9 @@ import pytest
 import torch
 import zstandard
 from golden.make import FRAMES, decoded, encode
-from mutations import attempt, frame_of, fuzz, memory_limit, mutate, seal, valid_frames
+from mutations import Mutator, frame_of, seal, valid_frames
 from tensors import normal, same
+from trials import attempt, fuzz, memory_limit
 
 import thinwire as tw
 from thinwire import kernels
@@ -559,16 +560,18 @@ def test_fuzz():
 
     A million of them: make test-thorough.
     """
-    read = sum(fuzz(20, 6_000))
+    tally = fuzz(20, 6_000)
+    assert tally.done == 6_000
     # Of no use if most were refused at the door, or if the checksum let most of them pass.
-    assert 600 < read < 5_400
+    assert 600 < tally.read < 5_400
+    assert not tally.missing
 
 
 def test_fuzz_of_both_readers():
     """Numba and PyTorch agree on which frames are valid, and on what is in them."""
-    rng, frames = random.Random(19), valid_frames()
-    for _ in range(2000):
-        frame = mutate(rng, frames)
+    mutator = Mutator(random.Random(19), valid_frames())
+    for i in range(2000):
+        frame = (mutator.damaged() if i % 5 else mutator.invented()).frame
         outcome = attempt(frame)
         with kernels.use("reference"):
             other = attempt(frame)

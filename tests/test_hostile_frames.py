@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from mutations import NESTING, attempt, claim, frame_of, invent, memory_limit, seal, valid_frames
+from mutations import NESTING, Mutator, claim, frame_of, valid_frames
 from rows import ROWS
 from tensors import normal, same
+from trials import attempt, memory_limit
 
 import thinwire as tw
 from thinwire import kernels
@@ -278,11 +279,11 @@ def test_positions_out_of_order_or_range(case, name):
 
 def test_random_trees_of_codes_with_hostile_numbers():
     """Claims that no writer makes, nested at random, under a right checksum."""
-    rng, frames = random.Random(5), valid_frames()
+    mutator = Mutator(random.Random(5), valid_frames())
     read = 0
     with memory_limit():
         for _ in range(2000):
-            read += attempt(seal(invent(rng, frames))).tensor is not None
+            read += attempt(mutator.invented().frame).tensor is not None
     assert 50 < read < 1950  # of no use if all were refused at the door
 
 
