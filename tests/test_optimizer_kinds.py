@@ -348,6 +348,11 @@ def on_reducers() -> dict[str, Any]:
                     names = "ab" if step < 3 else "abc"  # it learns of more
                     reducer.average({name: torch.randn(30, 40) for name in names})
             found[f"{case} {spec}"] = len(caught), reducer.explain()
+    # A low rank that a policy chooses in the middle of a training, `together` or not.
+    reducer = tw.Reducer("warmup:1,(powersgd:1)", timeout=TIMEOUT)
+    for _ in range(2):
+        reducer.average({name: torch.randn(30, 40) for name in "ab"}, together=True)
+    found["together"] = {row["compressor"] for row in reducer.stats()["tensors"].values()}
     try:
         tw.Reducer("topk:0.1", optimizer=torch.optim.Adam)  # type: ignore[arg-type]
     except TypeError as error:
@@ -358,6 +363,7 @@ def on_reducers() -> dict[str, Any]:
 def test_a_reducer_goes_by_the_optimizer_that_it_is_given():
     for found in ranks.run(on_reducers, ranks=2):
         assert found.pop("class") == "optimizer must be an optimizer, got the class Adam"
+        assert found.pop("together") == {"powersgd:1"}
         counts = {case: count for case, (count, _) in found.items()}
         assert counts.pop("adam topk:0.1") == 1
         assert not any(counts.values())

@@ -81,7 +81,8 @@ def _rungs_of(strongest: Compressor) -> tuple[Rung, ...]:
 
 
 class _Following(Chooser):
-    """
+    """Goes up and down a ladder, as the network asks for it.
+
     Args:
         rungs: light to strong, the first of them uncompressed.
         thinned: leave out those that the collective does not carry, or that are no smaller than the
@@ -100,9 +101,9 @@ class _Following(Chooser):
         self._usable = list(range(len(rungs)))
         if thinned:
             self._usable = [0]
-            for i, rung in enumerate(rungs):
+            for i in range(1, len(rungs)):
                 smaller = SMALLER * self._bytes[i] <= self._bytes[self._usable[-1]]
-                if smaller and rung.suits(context):
+                if smaller and rungs[i].suits(context):
                     self._usable.append(i)
         self._held = False
         self._rung = 0
