@@ -139,6 +139,7 @@ class LocalRecipe(Recipe):
         fragments: parts of the model that are exchanged one after the other.
         overlap: steps that go on while an exchange is under way.
         mixing: share of the local parameters that stays when the common ones arrive.
+        keep: share of what a rank has not sent yet that its own parameters have already.
         average: "world" or "senders".
     """
 
@@ -148,6 +149,7 @@ class LocalRecipe(Recipe):
     fragments: int = 1
     overlap: int = 0
     mixing: float = 0.0
+    keep: float = 0.0
     average: str = "world"
 
     def __post_init__(self) -> None:
@@ -155,6 +157,13 @@ class LocalRecipe(Recipe):
         check.steps(self.name, "warmup", self.warmup, 0)
         if not check.is_number(self.mixing) or not 0 <= self.mixing < 1:
             raise ValueError(f"{self.name}: mixing must be in [0, 1), got {self.mixing!r}")
+        if not check.is_number(self.keep) or not 0 <= self.keep <= 1:
+            raise ValueError(f"{self.name}: keep must be in [0, 1], got {self.keep!r}")
+        if self.keep and self.overlap:
+            raise ValueError(
+                f"{self.name}: keep={self.keep:g} takes what was not sent from an exchange that "
+                "has ended: leave out overlap"
+            )
 
 
 def check_rounds(who: str, every: int, fragments: int, overlap: int) -> None:

@@ -5,6 +5,8 @@
                     Theta = outer(Theta, D)
                     theta = Theta, or a mixture of both
 
+With `keep`, a rank goes on from Theta - keep * e instead, e being what it has not sent yet.
+
 Theta are the parameters that all ranks hold, theta those that a rank trains. What is exchanged is
 what the optimizer has done, so it needs to know nothing of compression. Rounds of one step are
 compressed updates; longer ones are local SGD, DiLoCo and their relatives, which `thinwire.methods`
@@ -52,8 +54,8 @@ log = logging.getLogger("thinwire")
 PROGRESS = "(progress)"  # a tensor that says which ranks have worked, and which have finished
 BUFFER = "(buffer) "  # before the name of a buffer
 LOCAL_KEYS = (
-    *("inner_steps", "since", "skipped", "shared", "outer", "parameters", "buffers", "inner"),
-    "round",
+    *("inner_steps", "since", "skipped", "shared", "bases", "outer", "parameters", "buffers"),
+    *("inner", "round"),
 )
 
 OuterGiven = OuterSGD | Callable[[list[Tensor]], Optimizer]
@@ -108,6 +110,10 @@ class LocalSteps(AveragingWire):
             steps.
         overlap: steps that go on while an exchange is under way.
         mixing: share of the local parameters that stays when the common ones arrive.
+        keep: share of what a rank has not sent yet (its residual) that its own parameters have
+            already. Without it (0) a rank trains on parameters that lack what nobody has sent, of
+            its own steps too. More makes its gradients less stale, and the ranks differ by their
+            residuals.
         average: "world" or "senders", as for `thinwire.Reducer`.
         feedback, collective, nodes, max_bytes, timeout, seed: as for `thinwire.attach`.
         granularity: "tensor" compresses each tensor by itself, "bucket" all that are exchanged
@@ -150,6 +156,7 @@ class LocalSteps(AveragingWire):
         fragments: int | None = None,
         overlap: int | None = None,
         mixing: float | None = None,
+        keep: float | None = None,
         average: str | None = None,
         feedback: Feedback | str = "auto",
         granularity: str = "tensor",
@@ -185,6 +192,7 @@ class LocalSteps(AveragingWire):
             "fragments": fragments,
             "overlap": overlap,
             "mixing": mixing,
+            "keep": keep,
             "average": average,
         }
         recipe, chooser = _recipe_of(compressor, given, feedback)
@@ -215,7 +223,7 @@ class LocalSteps(AveragingWire):
                 measure_every=measure_every,
             )
         )
-        _check_feedback(self._reducer.feedback)
+        _check_feedback(self._reducer.feedback, self._settings.keep)
         self._configuration.check_exclude(self._live, "parameter")
         if self._settings.warmup:
             self._warm_up()
@@ -226,6 +234,7 @@ class LocalSteps(AveragingWire):
         self._skipped = 0
         self._all_finished = False  # all ranks, in the last exchange
         self._shared: dict[str, Tensor] = {}  # Theta, from the first step on
+        self._bases: dict[str, Tensor] = {}  # what steps began from, where that is not Theta
         self._differences: dict[str, Tensor] = {}  # scratch buffers
         self._round: Round | None = None
         self._removals: list[Callable[[], None]] = []
@@ -407,10 +416,10 @@ class LocalSteps(AveragingWire):
             raise
 
     def _difference(self, name: str) -> Tensor:
-        shared, own = self._shared[name], self._live[name].detach()
+        base, own = self._bases.get(name, self._shared[name]), self._live[name].detach()
         if name not in self._differences:
-            self._differences[name] = torch.empty_like(shared)
-        return torch.sub(shared, own, out=self._differences[name])
+            self._differences[name] = torch.empty_like(base)
+        return torch.sub(base, own, out=self._differences[name])
 
     def _land(self) -> None:
         """Wait for the exchange under way, and go on with what it came to."""
@@ -444,14 +453,27 @@ class LocalSteps(AveragingWire):
             assert landed.fragment is not None
             self.outer[landed.fragment].step()
         # With everybody at the end nothing of a rank's own stays.
-        own = landed.fragment is not None and not self._all_finished
-        mixing = self._settings.mixing if own else 0.0
+        ending = landed.fragment is None or self._all_finished
+        mixing = 0.0 if ending else self._settings.mixing
         for part in parts:
             for name in part.parameters:
                 self._shared[name].grad = None
                 _move(self._live[name], self._shared[name], mixing)
             for name in part.buffers:
                 _move(self._buffers[name], landed.tensors[BUFFER + name], mixing)
+            self._keep(part.parameters, 0.0 if ending else self._settings.keep)
+
+    def _keep(self, names: list[str], share: float) -> None:
+        """Have parameters that were set to the common ones go on with what was not sent yet."""
+        for name in names:
+            self._bases.pop(name, None)
+        if not share:
+            return
+        for name, (state, _) in self._reducer.states.of_tensors(names, "residual").items():
+            if "residual" in state:
+                own = self._live[name].detach()
+                own.sub_(state["residual"].view_as(own).to(own.dtype), alpha=share)
+                self._bases[name] = own.to(_wide(own.dtype), copy=True)
 
     def _skip(self, landed: "Round") -> None:
         """Something was not finite: all ranks go back to the last common parameters."""
@@ -465,6 +487,7 @@ class LocalSteps(AveragingWire):
         for name in landed.tensors:
             if name in self._shared:
                 _move(self._live[name], self._shared[name], 0.0)
+                self._bases.pop(name, None)
 
     def finish(self) -> None:
         """This rank has no more data: end with common parameters. All ranks call this.
@@ -549,6 +572,8 @@ class LocalSteps(AveragingWire):
                 f"while {plural(settings.overlap, 'more step')} go on "
                 f"(of which {settings.mixing:.0%} stays)"
             )
+        if settings.keep:
+            words.append(f"and {settings.keep:.0%} of what it has not sent stays with each rank")
         if settings.average == "senders":
             words.append("over the ranks that sent each element")
         outer = self._outer_given
@@ -562,7 +587,8 @@ class LocalSteps(AveragingWire):
                 f"In the first {settings.warmup} steps all is averaged after each step, "
                 "uncompressed."
             )
-        kept = sum(t.nbytes for t in (*self._shared.values(), *self._differences.values()))
+        copies = (self._shared, self._bases, self._differences)
+        kept = sum(tensor.nbytes for each in copies for tensor in each.values())
         kept += sum(
             value.nbytes
             for optimizer in self.outer
@@ -610,6 +636,7 @@ class LocalSteps(AveragingWire):
                 "since": self._since,
                 "skipped": self._skipped,
                 "shared": dict(self._shared),
+                "bases": dict(self._bases),
                 "outer": [optimizer.state_dict() for optimizer in self.outer],
                 "parameters": {name: p.detach() for name, p in self._live.items()},
                 "buffers": {name: b.detach() for name, b in self._buffers.items()},
@@ -649,6 +676,10 @@ class LocalSteps(AveragingWire):
             for optimizer, kept in zip(self._optimizers, own["inner"], strict=True):
                 optimizer.load_state_dict(kept)
             self._shared, self.outer, self._round = {}, [], None
+            self._bases = {
+                name: _mean([one["local"]["bases"][name] for one in states]).to(base)
+                for name, base in first["bases"].items()
+            }
             if first["shared"]:
                 self._agree({n: first["shared"][n].to(p.device) for n, p in self._live.items()})
                 for optimizer, kept in zip(self.outer, first["outer"], strict=True):
@@ -665,6 +696,9 @@ class LocalSteps(AveragingWire):
             _check_alike(f"{who}: {kind}", local[kind], live)
         if local["shared"]:
             _check_alike(f"{who}: shared", local["shared"], self._live)
+        required(f"{who}: bases", local["bases"], ())
+        kept = {name: p for name, p in self._live.items() if name in local["bases"]}
+        _check_alike(f"{who}: bases", local["bases"], kept)
         for kind, count in (("inner", len(self._optimizers)), ("outer", self._outers)):
             listed = isinstance(local[kind], list | tuple)
             if not listed or (len(local[kind]) != count and (kind == "inner" or local["shared"])):
@@ -864,11 +898,16 @@ def _check_outer(made: Any, tensors: list[Tensor]) -> None:
         raise ValueError("outer must return an optimizer of all the tensors that it gets")
 
 
-def _check_feedback(feedback: Feedback) -> None:
+def _check_feedback(feedback: Feedback, keep: float) -> None:
     if isinstance(feedback, DGC | Vote):
         raise ValueError(
             f"{feedback} is made for gradients: what is exchanged here are changes of parameters. "
             "Use 'ef14' or 'none'"
+        )
+    if keep and "residual" not in feedback.parts:
+        raise ValueError(
+            f"keep={keep:g} is about what is left out, and {feedback} remembers nothing of it: use "
+            "'ef14'"
         )
 
 
