@@ -241,10 +241,10 @@ def test_one_step_of_sgd_each_is_ddp() -> None:
             assert torch.allclose(tensor, wanted[name], rtol=1e-5, atol=1e-6)
 
 
-def on_conservation() -> dict[str, float]:
+def on_conservation(keep: float) -> dict[str, float]:
     """All that optimizers have done has arrived or waits."""
     model = net()
-    steps_taken, optimizer = local(model, "adam-update:0.1", adam(model), average="world")
+    steps_taken, optimizer = local(model, "adam-update:0.1", adam(model), keep=keep)
     done = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in named(model).items()}
     start = values(model)
 
@@ -260,22 +260,53 @@ def on_conservation() -> dict[str, float]:
         go(model, optimizer, range(step, step + 1))
         hook.remove()
     left = residuals(steps_taken)
+    common = steps_taken.state_dict()["local"]["shared"]
     found = {}
     for name, p in named(model).items():
         total = done[name]
         dist.all_reduce(total)
         waits = left.get(name, torch.zeros(p.numel())).double().view(p.shape)
         dist.all_reduce(waits)
-        moved = (start[name] - p.detach()).double()
+        moved = (start[name] - common[name]).double()
         size = dist.get_world_size()
         found[name] = float((total / size - moved - waits / size).abs().max())
     steps_taken.detach()
     return found
 
 
-def test_what_optimizers_have_done_arrives_or_waits() -> None:
-    for found in ranks.run(on_conservation, ranks=2):
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_what_optimizers_have_done_arrives_or_waits(keep: float) -> None:
+    for found in ranks.run(on_conservation, keep, ranks=2):
         assert max(found.values()) < 1e-5
+
+
+def on_kept() -> dict[str, Any]:
+    """What a rank goes on from, and what all go on from when they end."""
+    model = net()
+    steps_taken, optimizer = local(model, "topk:0.1", adam(model), keep=0.5, every=2)
+    go(model, optimizer, range(4))
+    common = steps_taken.state_dict()["local"]["shared"]
+    left = residuals(steps_taken)
+    wanted = {
+        name: common[name] - 0.5 * left[name].view(p.shape) if name in left else common[name]
+        for name, p in named(model).items()
+    }
+    pairs = [(p.detach(), wanted[name]) for name, p in named(model).items()]
+    found: dict[str, Any] = {"as wanted": all(torch.allclose(p, w, atol=1e-7) for p, w in pairs)}
+    found["own"] = digest(p.detach() for p in model.parameters())
+    found["common"] = digest(common.values())
+    with steps_taken:
+        pass
+    return found | {"end": digest(p.detach() for p in model.parameters())}
+
+
+def test_what_was_not_sent_stays_with_its_rank_until_the_end() -> None:
+    one, other = ranks.run(on_kept, ranks=2)
+    assert one["as wanted"]
+    assert other["as wanted"]
+    assert one["own"] != other["own"]
+    assert one["common"] == other["common"]
+    assert one["end"] == other["end"]
 
 
 def on_alone() -> bool:
@@ -659,6 +690,7 @@ CASES = {
     "streaming": ("streaming-diloco:every=6,fragments=2,overlap=2,mixing=0.25", {}),
     "update": ("adam-update:0.1,ramp=6", {}),
     "warm": ("post-local-sgd:3,warmup=4", {}),
+    "kept": ("topk:0.1", {"every": 2, "keep": 0.5}),
 }
 
 
@@ -887,6 +919,9 @@ def on_refused() -> dict[str, str]:
         "many": lambda: tw.LocalSteps(model, sgd, every=50, fragments=50),
         "overlap": lambda: tw.LocalSteps(model, sgd, every=4, fragments=2, overlap=2),
         "mixing": lambda: tw.LocalSteps(model, sgd, every=4, mixing=1.0),
+        "keep": lambda: tw.LocalSteps(model, sgd, "topk:0.1", keep=2.0),
+        "keep overlap": lambda: tw.LocalSteps(model, sgd, "topk:0.1", every=4, overlap=1, keep=0.5),
+        "keep nothing": lambda: tw.LocalSteps(model, sgd, "topk:0.1", feedback="none", keep=0.5),
         "feedback": lambda: tw.LocalSteps(model, sgd, "sparseloco", feedback="none"),
         "exclude": lambda: tw.LocalSteps(model, sgd, exclude="x*"),
         "attach": lambda: tw.attach(plain(), "diloco"),
@@ -917,6 +952,9 @@ def test_what_cannot_work_is_refused_with_a_reason() -> None:
         "many": "50 fragments",
         "overlap": "overlap must be less",
         "mixing": "mixing must be in [0, 1)",
+        "keep": "keep must be in [0, 1]",
+        "keep overlap": "leave out overlap",
+        "keep nothing": "remembers nothing of it",
         "feedback": "feedback of its own",
         "exclude": "no parameter is named like",
         "attach": "tw.LocalSteps(model, optimizer, 'diloco')",
