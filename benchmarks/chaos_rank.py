@@ -64,13 +64,13 @@ class Rank:
     """What a rank has come to; holds no tensor of the training itself and no group.
 
     Args:
-        fault: of the run, whichever rank it is for. If it comes later, ranks connect before they
-            train, with more time than exchanges have: a busy machine is no fault.
+        fault: of the run, whichever rank it is for. If it comes after the first step, ranks connect
+            before they train, with more time than exchanges have: a busy machine is no fault.
     """
 
     def __init__(self, training: str, fault: Fault, injector: Injector) -> None:
         self._make, self._timeout = TRAININGS[training], timeout_for(fault)
-        self.connects_first = not while_connecting(fault)
+        self.connects_first = fault.step > 0
         self._injector = injector
         self.snapshots: dict[int, Any] = {0: None}
         self.digests: dict[int, str] = {}
@@ -137,14 +137,10 @@ def live(pipe: Any, job: Message) -> None:
     told.tell({"event": "left", "again": again, "left_over": left_over(before, SETTLING)})
 
 
-def while_connecting(fault: Fault) -> bool:
-    """Whether something may be done to a rank before all are connected."""
-    return fault.where == "connecting" or (fault.where, fault.step) == (RANDOM, 0)
-
-
 def timeout_for(fault: Fault) -> float:
     """Who dies is noticed at once, but not while ranks still connect; who stops never is."""
-    prompt = fault.kind in ("kill", "raise") and not while_connecting(fault)
+    connecting = fault.where == "connecting" or (fault.where, fault.step) == (RANDOM, 0)
+    prompt = fault.kind in ("kill", "raise") and not connecting
     return PATIENT if prompt or fault.kind == "none" else TIMEOUT
 
 
