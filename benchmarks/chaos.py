@@ -43,7 +43,16 @@ from typing import Any
 
 import chaos_rank
 import forked
-from chaos_faults import BETWEEN, KINDS, LASTING, POINTS, RANDOM, SAVING, WRITING, Fault
+from chaos_faults import (
+    BETWEEN,
+    KINDS,
+    LASTING,
+    POINTS,
+    RANDOM,
+    SAVING,
+    Fault,
+    changes_allowed,
+)
 from chaos_trainings import TRAININGS
 from forked import Child, Message
 from rich.console import Console
@@ -407,11 +416,8 @@ class PlainRun:
                     self.result.seconds.append(ended["at"] - self._fault["at"])
             if not self._may_get(rank, ended["kind"]):
                 broken.append(f"{who} got {ended['error'][:200]}")
-            raised_while_writing = (fault.rank, fault.kind) == (
-                rank,
-                "raise",
-            ) and fault.where in WRITING
-            if ended["changed"] and not raised_while_writing:
+            allowed = rank == fault.rank and changes_allowed(fault, ended["changed"])
+            if ended["changed"] and not allowed:
                 broken.append(f"{who}: changed by a failed call: {ended['changed'][:4]}")
             lost = self._fault and fault.kind in LASTING
             if lost and ended["completed"] > self._fault["completed"] + 1:

@@ -53,6 +53,19 @@ BETWEEN, SAVING, RANDOM = "between steps", "saving", "random moment"
 WRITING = ("finish", "decoding", "end of backward")
 
 
+def changes_allowed(fault: "Fault", changed: list[str]) -> bool:
+    """Whether the rank that a fault makes raise may have changed this.
+
+    At the end of DDP's hook its exchange has been started. If that succeeds, on all ranks, what is
+    left out of it is remembered; but the pass is over, and nobody writes the averages.
+    """
+    if fault.kind != "raise":
+        return False
+    if fault.where == "hook" and fault.after:
+        return all(each.startswith("state of ") for each in changed)
+    return fault.where in WRITING
+
+
 class InjectedError(Exception):
     """Raised by a fault."""
 

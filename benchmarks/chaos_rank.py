@@ -39,7 +39,8 @@ MORE = 2  # steps that survivors take in their new group
 TIMEOUT = 2.0  # seconds that exchanges wait where they are to wait in vain
 PATIENT = 20.0  # and where they are not: on a busy machine, too
 GROUP_TIMEOUT = 15.0  # of the process group, and of what DDP exchanges by itself
-SETTLING = 5.0  # seconds for threads to end after their group
+# Seconds for threads to end after their group: one that connects waits for the store, too.
+SETTLING = GROUP_TIMEOUT + 5.0
 ATTEMPTS = 3
 
 
@@ -60,10 +61,16 @@ class Pipe:
 
 
 class Rank:
-    """What a rank has come to; holds no tensor of the training itself and no group."""
+    """What a rank has come to; holds no tensor of the training itself and no group.
 
-    def __init__(self, training: str, timeout: float, injector: Injector) -> None:
-        self._make, self._timeout = TRAININGS[training], timeout
+    Args:
+        fault: of the run, whichever rank it is for. If it comes after the first step, ranks connect
+            before they train, with more time than exchanges have: a busy machine is no fault.
+    """
+
+    def __init__(self, training: str, fault: Fault, injector: Injector) -> None:
+        self._make, self._timeout = TRAININGS[training], timeout_for(fault)
+        self.connects_first = fault.step > 0
         self._injector = injector
         self.snapshots: dict[int, Any] = {0: None}
         self.digests: dict[int, str] = {}
@@ -106,7 +113,7 @@ def live(pipe: Any, job: Message) -> None:
     before = held()
     fault = Fault(**job["fault"])
     injector = Injector(fault if fault.rank == job["rank"] else None, told.tell)
-    rank = Rank(job["training"], timeout_for(fault), injector)
+    rank = Rank(job["training"], fault, injector)
     ended = attempt(train_in_group, rank, job["group"])
     injector.remove()
     leave()
@@ -139,6 +146,8 @@ def timeout_for(fault: Fault) -> float:
 
 def train_in_group(rank: Rank, group: Message) -> str:
     join(group)
+    if rank.connects_first:
+        tw.all_reduce(torch.ones(1), "none", timeout=PATIENT)
     rank.train(STEPS)
     return ""
 

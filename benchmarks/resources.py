@@ -1,6 +1,7 @@
 """What a process holds: memory, threads, descriptors, children; as Linux tells it."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import time
@@ -57,3 +58,25 @@ def resident_bytes() -> int:
     """The memory of this process."""
     pages = int((OWN / "statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class MallocInfo(ctypes.Structure):
+    """The C library's struct mallinfo2."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated_bytes() -> int:
+    """What the allocator of the C library has given out; 0 where it does not tell."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = MallocInfo
+    found = mallinfo()
+    return int(found.uordblks) + int(found.hblkhd)

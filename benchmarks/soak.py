@@ -4,9 +4,11 @@
 
 Two ranks on loopback: 100,000 all-reduces of small tensors, 20,000 steps of DDP with a wire, 500
 times attach and detach, 200 process groups made and destroyed. Each rank looks at itself forty
-times. After the first third threads and descriptors must not change at all, and memory must not
-grow by more than its bound. `--quick` takes a minute. Exit status 1 if something is not flat, 130
-after Ctrl-C.
+times. After the first third threads and descriptors must not change at all, and memory must neither
+grow by more than its bound each time nor by a lot at once. Memory is what the process has when the
+C library has given back what is free; how much of it is allocated is noted too, which tells memory
+in use from pages that the allocator cannot give back. `--quick` takes a minute. Exit status 1 if
+something is not flat, 130 after Ctrl-C.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ import torch.distributed as dist
 from chaos_rank import Pipe, join, leave, torch_once
 from chaos_trainings import LEAST, RATE, loss_of, net
 from forked import Child
-from resources import held, left_over, resident_bytes
+from resources import allocated_bytes, held, left_over, resident_bytes
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -41,18 +44,23 @@ from thinwire.formatting import show_bytes
 
 SAMPLES = 40
 WARM_UP = 1 / 3  # of all samples
-LEAST_GROWTH = 1 << 20  # bytes: what memory may grow by, whatever its slope
+LEAST_GROWTH = 1 << 20  # bytes: what memory may grow by, whatever its slope, and at once
 SILENCE = 300.0  # seconds without a word from a rank
 SETTLING = 5.0  # seconds for threads to end after their group
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a rank holds after so many operations."""
+    """What a rank holds after so many operations.
+
+    Args:
+        allocated_bytes: by the C library's allocator and not freed; 0 where it does not tell.
+    """
 
     rank: int
     done: int
     resident_bytes: int
+    allocated_bytes: int
     threads: int
     descriptors: int
 
@@ -172,7 +180,9 @@ def look(rank: int, done: int) -> Sample:
         ctypes.CDLL(None).malloc_trim(0)
     found = held()
     descriptors = found.descriptors.total()
-    return Sample(rank, done, resident_bytes(), found.threads.total(), descriptors)
+    return Sample(
+        rank, done, resident_bytes(), allocated_bytes(), found.threads.total(), descriptors
+    )
 
 
 def soak(context: Any, key: str, count: int, on_sample: Any = None) -> list[Sample]:
@@ -210,7 +220,10 @@ class Verdict:
     """Of one part on one rank.
 
     Args:
-        growth: bytes per operation, the median of the slopes between all pairs of samples.
+        growth: bytes per operation: the smaller one of both halves after the warm-up, of each the
+            median of the slopes between all pairs of samples. What grows each time does so in both.
+        jump: most bytes between two samples, one after the other.
+        allocated_growth: as `growth`, of what is allocated.
         threads, descriptors: the numbers that were seen after the warm-up.
         flaws: what is not flat, in words.
     """
@@ -220,6 +233,8 @@ class Verdict:
     count: int
     resident_bytes: int
     growth: float
+    jump: int
+    allocated_growth: float
     threads: tuple[int, ...]
     descriptors: tuple[int, ...]
     flaws: tuple[str, ...]
@@ -229,18 +244,20 @@ def judge(key: str, rank: int, samples: Sequence[Sample]) -> Verdict:
     own = sorted((s for s in samples if s.rank == rank), key=lambda sample: sample.done)
     steady = own[int(len(own) * WARM_UP) :]
     made = PARTS[key]
-    slopes = [
-        (b.resident_bytes - a.resident_bytes) / (b.done - a.done)
-        for i, a in enumerate(steady)
-        for b in steady[i + 1 :]
-    ]
-    growth = statistics.median(slopes) if slopes else 0.0
+    growth = growth_of([(sample.done, sample.resident_bytes) for sample in steady])
+    allocated = growth_of([(sample.done, sample.allocated_bytes) for sample in steady])
+    jump, at = max(
+        ((b.resident_bytes - a.resident_bytes, b.done) for a, b in pairwise(steady)),
+        default=(0, 0),
+    )
     threads = tuple(sorted({sample.threads for sample in steady}))
     descriptors = tuple(sorted({sample.descriptors for sample in steady}))
     flaws = []
     grown = steady[-1].resident_bytes - steady[0].resident_bytes
     if growth > made.most and grown > LEAST_GROWTH:
         flaws.append(f"memory grows by {growth:.0f} bytes each time, more than {made.most:g}")
+    if jump > LEAST_GROWTH:
+        flaws.append(f"memory grows by {show_bytes(jump)} at once, shortly before {at:,}")
     for what, numbers in (("threads", threads), ("descriptors", descriptors)):
         if len(numbers) > 1:
             flaws.append(f"{what} are not always the same: {numbers[0]} to {numbers[-1]}")
@@ -250,15 +267,29 @@ def judge(key: str, rank: int, samples: Sequence[Sample]) -> Verdict:
         own[-1].done,
         own[-1].resident_bytes,
         growth,
+        jump,
+        allocated,
         threads,
         descriptors,
         tuple(flaws),
     )
 
 
+def growth_of(points: Sequence[tuple[int, int]]) -> float:
+    """See `Verdict.growth`, of (operations, bytes)."""
+    half = len(points) // 2
+    return min(_slope(points[:half]), _slope(points[half:]))
+
+
+def _slope(points: Sequence[tuple[int, int]]) -> float:
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2)]
+    return statistics.median(slopes) if slopes else 0.0
+
+
 def table_of(verdicts: Sequence[Verdict]) -> Table:
     table = Table(title="after the first third")
-    for column in ("what", "rank", "times", "memory", "kB per 1000", "threads", "descriptors", ""):
+    columns = ("bytes each time", "allocated", "at once", "threads", "descriptors", "")
+    for column in ("what", "rank", "times", "memory", *columns):
         table.add_column(column, justify="left" if column in ("what", "") else "right")
     for each in verdicts:
         table.add_row(
@@ -266,7 +297,9 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
             str(each.rank),
             f"{each.count:,}",
             show_bytes(each.resident_bytes),
-            f"{each.growth:+,.1f}",  # bytes each time
+            f"{each.growth:+,.1f}",
+            f"{each.allocated_growth:+,.1f}",
+            show_bytes(each.jump),
             _range(each.threads),
             _range(each.descriptors),
             "NOT FLAT" if each.flaws else "flat",

@@ -76,6 +76,25 @@ def test_exchanges_leave_threads_and_descriptors_as_they_are():
         assert len(verdict.threads) == len(verdict.descriptors) == 1, verdict
 
 
+@pytest.mark.parametrize(
+    ("grown", "flaw"),
+    [
+        (lambda step: 0, ""),
+        (lambda step: 300 * step, "memory grows by 300 bytes each time, more than 100"),
+        (lambda step: (step > 14_000) * 2_700_000, "memory grows by 2.7 MB at once"),
+        (lambda step: 10 * step + (step == 9_000) * 500_000, ""),
+    ],
+)
+def test_growth_each_time_is_told_from_growth_at_once(grown, flaw):
+    samples = [
+        soak.Sample(0, step, 325_000_000 + grown(step), 0, 8, 21)
+        for step in range(500, 20_500, 500)
+    ]
+    verdict = soak.judge("steps", 0, samples)
+    assert len(verdict.flaws) == bool(flaw), verdict
+    assert all(each.startswith(flaw) for each in verdict.flaws), verdict
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
 def test_what_a_process_holds_more_than_before_is_seen():
     from resources import held
