@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -271,7 +270,7 @@ def test_a_death_before_the_call_is_noticed_at_once(carried, size):
 
 @pytest.mark.parametrize("store", ["file", "tcp"])
 def test_a_death_before_the_first_call_is_noticed_long_before_the_timeout(store):
-    place = "" if store == "file" else f"127.0.0.1:{free_port()}"
+    place = "" if store == "file" else f"127.0.0.1:{ranks.free_port()}"
     with ranks.Ranks(3) as group:
         args = ("topk:0.5", "gather", 1000, "first", 0)
         found = group.run(on_death, *args, dying=[0], store=place, seconds=60.0)
@@ -299,17 +298,11 @@ def test_the_timeout_is_for_connecting_as_a_whole():
     )
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.parametrize("how", ["before", "middle"])
 def test_the_death_of_the_rank_that_holds_the_store_is_noticed_too(how):
     with ranks.Ranks(3) as group:
         args = ("none", "gather", 3_000_000, how, 0)
-        store = f"127.0.0.1:{free_port()}"
+        store = f"127.0.0.1:{ranks.free_port()}"
         check_death(group.run(on_death, *args, dying=[0], store=store), 0)
 
 

@@ -3,15 +3,18 @@
 import json
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import comparisons
 import pytest
+import ranks
 
 from thinwire.cli import main
 from thinwire.compare import analysis, counters
@@ -315,6 +318,59 @@ class Quiet:
     began = stepped = ended = failed = said
 
 
+class ForkedCluster:
+    """Hosts on loopback whose programs are ranks, in processes that have torch loaded already.
+
+    A process that imports torch and what DDP needs takes six seconds of a processor. That ranks are
+    started as programs, and heard while they run, is tested in a lab and with Ctrl-C.
+    """
+
+    def __init__(self, hosts):
+        self.hosts = hosts
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def run(self, argv, env, on_line):
+        assert argv[1:3] == ["-m", "thinwire.compare.rank"]
+        with tempfile.TemporaryDirectory() as folder, ranks.Ranks(self.hosts) as group:
+            group.start(on_host, argv[3:], env, ranks.free_port(), folder)
+            outcomes = group.outcomes()
+            results = []
+            for host, (outcome, process) in enumerate(zip(outcomes, group.processes, strict=True)):
+                said = [Path(folder, f"{name}{host}").read_text() for name in ("stdout", "stderr")]
+                for line in said[0].splitlines():
+                    on_line(host, "stdout", line)
+                process.join(ranks.GRACE if outcome.dead else 0)
+                code = process.exitcode if outcome.dead else int(outcome.error != "")
+                results.append(Result(host, code, said[0], said[1] + outcome.error))
+        for result in results:
+            if result.exit_code != 0:
+                raise HostFailedError(result.host, results)
+
+
+def on_host(words, env, port, folder):
+    """Be what `python -m thinwire.compare.rank` is on a host."""
+    os.environ.update(ranks.leave_for_torchrun(port), **env)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        path = f"{folder}/{name}{os.environ['RANK']}"
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = ["thinwire.compare.rank", *words]
+    runpy.run_module("thinwire.compare.rank", run_name="__main__")
+    sys.stdout.flush()
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Comparisons on loopback have processes that are forked."""
+    monkeypatch.setattr(
+        "thinwire.compare.run.cluster_of", lambda settings, *_: ForkedCluster(settings.hosts)
+    )
+
+
 def compared(**settings):
     """The document of a comparison on loopback, its methods by name, and their first runs."""
     comparison = Comparison(ComparisonSettings(baselines=("ddp",), project=True, **settings))
@@ -487,7 +543,7 @@ def test_a_comparison_in_the_lab(possible, tmp_path, capsys):
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
 
 
-def test_times_are_projected_where_there_is_no_lab():
+def test_times_are_projected_where_there_is_no_lab(forked):
     document, _, runs = compared(
         workload=SMALL, hosts=2, links=("1mbit",) * 2, steps=None, seconds=2.0, target=101.0,
         evaluations=1, methods=("onebit",),
@@ -543,7 +599,7 @@ def script(tmp_path):
     return path
 
 
-def test_a_script_is_compared(script):
+def test_a_script_is_compared(forked, script):
     document, _, runs = compared(
         workload=str(script), arguments=("attach",), hosts=2, links=("100mbit",) * 2,
         methods=("topk:0.01", "script"),
@@ -561,7 +617,7 @@ def test_a_script_is_compared(script):
     assert runs["script"].bytes_counted < runs["ddp"].bytes_counted
 
 
-def test_a_script_that_hangs_is_shown_with_its_error(script):
+def test_a_script_that_hangs_is_shown_with_its_error(forked, script):
     document, methods, _ = compared(
         workload=str(script), arguments=("hang",), hosts=2, links=("100mbit",) * 2,
         methods=("ddp",), patience=4.0,
