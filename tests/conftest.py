@@ -17,6 +17,7 @@ import torch
 from thinwire.lab import why_not
 
 SERVER = pytest.StashKey[str]()  # where the server of ranks is, if the whole suite runs
+NICENESS = 5  # with which three processes together get as much as the server
 LONG = 600  # seconds for a test of several processes
 LONGEST = ("test_compare", "test_all_reduce")  # minutes in all
 
@@ -68,10 +69,13 @@ def possible():
 def pytest_collection_modifyitems(config, items):
     """Tests without kernels first, those with many processes last, of these the longest first.
 
-    The kernels are compiled meanwhile, so that not every process has to do it for itself.
+    The kernels are compiled meanwhile, so that no process has to do it for itself.
     """
     several = {"Ranks", "ranks", "run", "torchrun"}
-    without_kernels = ("test_lab", "test_lab_racks", "test_cli_lab", "test_imports", "test_report")
+    without_kernels = {
+        *("test_cli_lab", "test_docs", "test_imports", "test_lab", "test_lab_racks"),
+        *("test_loopback", "test_report", "test_spec", "test_workloads"),
+    }
 
     def place(item):
         name = item.module.__name__
@@ -91,8 +95,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
-    """A process that shares the tests has the server of ranks in common with the others."""
+    """A process that shares the tests has the server of ranks in common with the others.
+
+    The server comes first: what it has not compiled when tests want it, each compiles for itself.
+    """
     if address := getattr(config, "workerinput", {}).get("ranks"):
+        os.nice(NICENESS)
         ranks.join(address)
 
 

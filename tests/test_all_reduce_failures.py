@@ -342,11 +342,13 @@ def test_a_rank_that_stalls_is_given_up_at_the_timeout(how):
 # Imports torch once and forks a process for each program (all of which end as programs do: by the
 # last line, or an exception). Says which process has which, then how each has ended.
 LAUNCHER = """
-import os, sys, torch, torch.distributed as dist, thinwire as tw
+import gc, os, sys, torch, torch.distributed as dist, thinwire as tw
 torch.set_num_threads(1)
 specs = ["none", "topk:0.5", "quantize:4"]
 for spec in specs:  # loads the kernels
     tw.decode(tw.pack(tw.parse(spec).encode(torch.ones(1000))))
+gc.collect()
+gc.freeze()  # or each program would look for garbage in all of torch when it ends
 names = {}
 for place in sys.argv[1:]:
     pid = os.fork()
