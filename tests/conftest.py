@@ -11,11 +11,13 @@ import pytest
 # is loaded, so set before.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import ranks
 import torch
-import warm
 
 from thinwire.lab import why_not
 
+SERVER = pytest.StashKey[str]()  # where the server of ranks is, if the whole suite runs
+NICENESS = 5  # with which three processes together get as much as the server
 LONG = 600  # seconds for a test of several processes
 LONGEST = ("test_compare", "test_all_reduce")  # minutes in all
 
@@ -67,10 +69,13 @@ def possible():
 def pytest_collection_modifyitems(config, items):
     """Tests without kernels first, those with many processes last, of these the longest first.
 
-    The kernels are compiled meanwhile, so that not every process has to do it for itself.
+    The kernels are compiled meanwhile, so that no process has to do it for itself.
     """
     several = {"Ranks", "ranks", "run", "torchrun"}
-    without_kernels = ("test_lab", "test_lab_racks", "test_cli_lab", "test_imports", "test_report")
+    without_kernels = {
+        *("test_cli_lab", "test_docs", "test_imports", "test_lab", "test_lab_racks"),
+        *("test_loopback", "test_report", "test_spec", "test_workloads"),
+    }
 
     def place(item):
         name = item.module.__name__
@@ -89,11 +94,26 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(0), append=False)
 
 
+def pytest_configure(config):
+    """A process that shares the tests has the server of ranks in common with the others.
+
+    The server comes first: what it has not compiled when tests want it, each compiles for itself.
+    """
+    if address := getattr(config, "workerinput", {}).get("ranks"):
+        os.nice(NICENESS)
+        ranks.join(address)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session):
-    """The whole suite needs all kernels: compile them in the background."""
+    """The whole suite needs ranks and all kernels: the server of ranks compiles them meanwhile."""
     config = session.config
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
     if whole and not config.option.collectonly and not hasattr(config, "workerinput"):
-        warming = warm.start()
-        config.add_cleanup(warming.wait)
-        config.add_cleanup(warming.kill)
+        config.stash[SERVER] = ranks.address()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Before pytest-xdist starts a process."""
+    node.workerinput["ranks"] = node.config.stash.get(SERVER, "")

@@ -3,6 +3,7 @@
 `run` uses four workers that live as long as the test session; every task forms a new process group
 of two to four of them. `Ranks` starts processes for one test, which may kill or stall them. Both
 fork from one server that has torch and the kernels loaded, so that a process costs milliseconds.
+Processes that share the tests (pytest-xdist) share the server, too: it takes ten seconds to start.
 """
 
 import atexit
@@ -11,12 +12,14 @@ import ctypes
 import functools
 import gc
 import importlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pickle
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -33,6 +36,7 @@ import warm
 PATIENCE = 120.0  # seconds for a task: a worker may be compiling kernels for the first time
 GRACE = 5.0  # seconds that the others get after one has failed: they wait for it in vain
 ZYGOTE = "THINWIRE_TEST_ZYGOTE"  # set while the server starts
+QUIET = "THINWIRE_TEST_QUIET"  # set besides, if its output is the terminal of others
 PR_SET_PDEATHSIG = 1
 
 
@@ -187,6 +191,52 @@ def server() -> Any:
     return context
 
 
+def address() -> str:
+    """Where processes that this one starts can join its server; nowhere if empty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(QUIET, "1")
+        server()
+    if hasattr(multiprocessing.forkserver._forkserver, "_forkserver_authkey"):
+        return ""  # from Python 3.14 on it forks for its own process only
+    return multiprocessing.forkserver._forkserver._forkserver_address
+
+
+class JoinedServer(multiprocessing.forkserver.ForkServer):
+    """The server of another process, for this one to fork from."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._forkserver_address = address
+        self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # nobody asks it to stop
+
+    def ensure_running(self) -> None:
+        """It runs as long as the process that started this one."""
+
+
+def join(address: str) -> None:
+    """Let all processes fork from the server of another process."""
+    joined = JoinedServer(address)
+    for name in ("ensure_running", "connect_to_new_process"):
+        setattr(multiprocessing.forkserver, name, getattr(joined, name))
+    multiprocessing.forkserver._forkserver = joined
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def leave_for_torchrun(port: int) -> dict[str, str]:
+    """Leave the group of a task; the variables with which torchrun would have started this rank."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+    return {
+        **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }
+
+
 # Tasks and outcomes are pickled: the pipe is one that this process made to its own child, and plain
 # pickle, unlike torch's in multiprocessing, copies tensors instead of sharing their memory.
 
@@ -245,13 +295,26 @@ def _warm() -> None:
     # What DDP and its checkpoints import when first used: seconds, in each process anew otherwise.
     for name in ("torch._dynamo", "thinwire.parallel.checkpoint", "torch.distributed.checkpoint"):
         importlib.import_module(name)
+    logging.disable(logging.WARNING)
     warm.warm()
+    logging.disable(logging.NOTSET)
     gc.collect()
     gc.freeze()
 
 
+def _be_quiet() -> None:
+    """What ranks print would stand among the names of tests that have nothing to do with them."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    os.close(nothing)
+
+
 if os.environ.pop(ZYGOTE, None):
+    quiet = os.environ.pop(QUIET, None)
     try:
         _warm()
     except ImportError as error:  # the server would pass over it, and all processes start cold
         raise RuntimeError("the server of test processes cannot load what it should") from error
+    if quiet:
+        _be_quiet()

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -271,7 +270,7 @@ def test_a_death_before_the_call_is_noticed_at_once(carried, size):
 
 @pytest.mark.parametrize("store", ["file", "tcp"])
 def test_a_death_before_the_first_call_is_noticed_long_before_the_timeout(store):
-    place = "" if store == "file" else f"127.0.0.1:{free_port()}"
+    place = "" if store == "file" else f"127.0.0.1:{ranks.free_port()}"
     with ranks.Ranks(3) as group:
         args = ("topk:0.5", "gather", 1000, "first", 0)
         found = group.run(on_death, *args, dying=[0], store=place, seconds=60.0)
@@ -299,17 +298,11 @@ def test_the_timeout_is_for_connecting_as_a_whole():
     )
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.parametrize("how", ["before", "middle"])
 def test_the_death_of_the_rank_that_holds_the_store_is_noticed_too(how):
     with ranks.Ranks(3) as group:
         args = ("none", "gather", 3_000_000, how, 0)
-        store = f"127.0.0.1:{free_port()}"
+        store = f"127.0.0.1:{ranks.free_port()}"
         check_death(group.run(on_death, *args, dying=[0], store=store), 0)
 
 
@@ -349,11 +342,13 @@ def test_a_rank_that_stalls_is_given_up_at_the_timeout(how):
 # Imports torch once and forks a process for each program (all of which end as programs do: by the
 # last line, or an exception). Says which process has which, then how each has ended.
 LAUNCHER = """
-import os, sys, torch, torch.distributed as dist, thinwire as tw
+import gc, os, sys, torch, torch.distributed as dist, thinwire as tw
 torch.set_num_threads(1)
 specs = ["none", "topk:0.5", "quantize:4"]
 for spec in specs:  # loads the kernels
     tw.decode(tw.pack(tw.parse(spec).encode(torch.ones(1000))))
+gc.collect()
+gc.freeze()  # or each program would look for garbage in all of torch when it ends
 names = {}
 for place in sys.argv[1:]:
     pid = os.fork()

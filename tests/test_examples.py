@@ -9,14 +9,12 @@ import io
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import ranks
-import torch.distributed as dist
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -36,13 +34,9 @@ def torchrun(processes: int, name: str) -> str:
 
 
 def on_example(name: str, arguments: tuple[str, ...], port: int) -> str:
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    dist.destroy_process_group()
+    variables = ranks.leave_for_torchrun(port)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
-        for variable, value in {
-            **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        }.items():
+        for variable, value in variables.items():
             patch.setenv(variable, value)
         patch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -51,9 +45,7 @@ def on_example(name: str, arguments: tuple[str, ...], port: int) -> str:
 
 def started(processes: int, name: str, *arguments: str) -> str:
     """What an example printed on all ranks."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = ranks.free_port()
     return "".join(ranks.run(on_example, name, arguments, port, ranks=processes, seconds=100))
 
 

@@ -238,7 +238,7 @@ def on_all_rounds(limits: list[int | None]) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    "limits", [[None, 2, None], [None, None, 32], [4, 64, 2], [8, 8, 8], [64, None, 64]], ids=str
+    "limits", [[None, 2, None], [None, None, 32], [4, 16, 2], [8, 8, 8], [16, None, 16]], ids=str
 )
 def test_limits_that_differ_between_ranks_lead_to_the_same_rounds(limits):
     done = ranks.run(on_all_rounds, limits, ranks=3)
