@@ -39,7 +39,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             schedule.step()
-            if rank == 0 and step % 20 == 0:
+            if rank == 0 and step % 10 == 0:
                 print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
 
     tw.check_replicas(model)
