@@ -481,6 +481,13 @@ def on_scaler() -> dict[str, Any]:
     }
     steps_taken.detach()
     found["undone"] = "step" not in vars(scaler)
+    # Two models with one scaler, detached in either order.
+    for order in (1, -1):
+        both = [local(net(seed), scaler=scaler)[0] for seed in range(2)]
+        for each in both[::order]:
+            each.detach()
+        steps = scaler.step
+        found[f"passes on {order}"] = raised(lambda steps=steps: steps(None))  # type: ignore[misc]
     return found
 
 
@@ -491,6 +498,7 @@ def test_a_step_that_the_scaler_skips_is_a_step() -> None:
     assert one["rounds"] == 2
     assert one["finite"]
     assert one["undone"]
+    assert one["passes on 1"] == one["passes on -1"] != ""
 
 
 def on_uneven(method: str, counts: list[int]) -> dict[str, Any]:
@@ -540,6 +548,115 @@ def on_idle() -> float:
 
 def test_ranks_that_did_nothing_do_not_slow_the_others() -> None:
     assert max(ranks.run(on_idle, ranks=2)) < 1e-6
+
+
+def on_idle_fragments() -> list[float]:
+    """Rank 0 takes four steps and rank 1 one; by how many the tensors of two fragments move."""
+    model = net()
+    start = values(model)
+    steps_taken, optimizer = local(model, every=4, fragments=2)
+    counts = [4, 1]
+    for _ in range(counts[dist.get_rank()]):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 10.0)  # a step of 1
+        optimizer.step()
+    steps_taken.finish()
+    steps_taken.detach()
+    return [float((start[n] - p.detach()).mean()) for n, p in named(model).items()]
+
+
+def test_each_fragment_counts_who_has_moved_it() -> None:
+    for found in ranks.run(on_idle_fragments, ranks=2):
+        # The first and the last layer: two steps and one, then two of rank 0 alone. The layer
+        # between: four steps and one.
+        assert found == pytest.approx([3.5, 3.5, 2.5, 2.5, 3.5, 3.5], abs=1e-5)
+
+
+def on_bad(what: str) -> dict[str, Any]:
+    """A buffer or a vector of rank 1 holds NaN once."""
+    model = Mixed()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    steps_taken, _ = local(model, "topk:0.2", optimizer, every=2)
+    go(model, optimizer, range(2))
+    before = residuals(steps_taken)
+    assert model.norm.running_mean is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        go(model, optimizer, range(2, 3))
+        bad = model.norm.running_mean if what == "buffer" else model.first.bias.data
+        if dist.get_rank() == 1:
+            bad[0] = float("nan")
+        if what == "buffer":
+            model.eval()  # nobody reads it, nobody mends it
+        go(model, optimizer, range(3, 4))
+    found = {
+        "skipped": steps_taken.stats()["skipped_rounds"],
+        "residuals": all_same(before, residuals(steps_taken)),
+    }
+    go(model, optimizer, range(4, 6))
+    found["later"] = steps_taken.stats()["skipped_rounds"]
+    steps_taken.detach()
+    return found
+
+
+@pytest.mark.parametrize("what", ["buffer", "vector"])
+def test_what_is_not_finite_costs_one_round_and_no_residual(what: str) -> None:
+    for found in ranks.run(on_bad, what, ranks=2):
+        assert found == {"skipped": 1, "residuals": True, "later": 1}
+
+
+class Interrupting:
+    """Waiting is interrupted once."""
+
+    def __init__(self, handle: Any) -> None:
+        self._wait, self._done = handle.wait, False
+
+    def __call__(self, timeout: float | None = None) -> None:
+        if not self._done:
+            self._done = True
+            raise KeyboardInterrupt
+        self._wait(timeout)
+
+
+def on_interrupt() -> str:
+    """Somebody presses Ctrl-C on rank 1, and goes on."""
+    model = net()
+    steps_taken, optimizer = local(model, "topk:0.2", every=2)
+    average = steps_taken._average
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        handle = average(*args, **options)
+        if steps_taken.step == 2 and dist.get_rank() == 1:
+            handle.wait = Interrupting(handle)  # type: ignore[method-assign]
+        return handle
+
+    steps_taken._average = interrupted  # type: ignore[method-assign]
+    for step in range(7):
+        try:
+            go(model, optimizer, range(step, step + 1))
+        except KeyboardInterrupt:
+            assert step == 3
+    steps_taken.finish()
+    steps_taken.detach()
+    return digest(p.detach() for p in model.parameters())
+
+
+def test_an_interrupted_exchange_is_taken_up_again() -> None:
+    assert len(set(ranks.run(on_interrupt, ranks=2))) == 1
+
+
+def on_mismatch() -> str:
+    model = net()
+    steps_taken, optimizer = local(model, every=1 + dist.get_rank())
+    found = raised(lambda: go(model, optimizer, range(2)))
+    steps_taken.detach()
+    return found
+
+
+def test_ranks_must_agree_in_their_rounds() -> None:
+    for found in ranks.run(on_mismatch, ranks=2):
+        assert found.startswith("MismatchError")
+        assert "every 2" in found
 
 
 def on_nan() -> dict[str, Any]:
@@ -900,6 +1017,15 @@ def on_refused() -> dict[str, str]:
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=LR)
     static = plain(static_graph=True)
     other = torch.optim.SGD(net().parameters(), lr=LR)
+    follower = plain()
+    followed = torch.optim.SGD(follower.parameters(), lr=LR)
+    follows = tw.LocalSteps(follower, followed)
+
+    def added() -> None:
+        loss_of(follower, 0).backward()
+        followed.add_param_group({"params": [torch.zeros(3)]})
+        followed.step()
+
     calls: dict[str, Callable[[], object]] = {
         "fsdp": lambda: tw.LocalSteps(sharded, torch.optim.SGD(sharded.parameters(), lr=LR)),
         "wire": lambda: tw.LocalSteps(attached, torch.optim.SGD(attached.parameters(), lr=LR)),
@@ -925,9 +1051,16 @@ def on_refused() -> dict[str, str]:
         "feedback": lambda: tw.LocalSteps(model, sgd, "sparseloco", feedback="none"),
         "exclude": lambda: tw.LocalSteps(model, sgd, exclude="x*"),
         "attach": lambda: tw.attach(plain(), "diloco"),
+        "twice": lambda: tw.LocalSteps(model, followed),
+        "attached": lambda: tw.attach(follower, "topk:0.1"),
+        "scaler": lambda: tw.LocalSteps(model, sgd, scaler=torch.amp.GradScaler),  # type: ignore[arg-type]
+        "average": lambda: tw.LocalSteps(model, sgd, "topk:0.1", average="some"),
+        "added": added,
     }
     found = {name: raised(call) for name, call in calls.items()}
     wire.detach()
+    follows.detach()
+    tw.attach(follower, "topk:0.1").detach()
     # Nothing that was refused has left a hook behind.
     found["hooks"] = str(len(sgd._optimizer_step_post_hooks))
     return found
@@ -958,6 +1091,11 @@ def test_what_cannot_work_is_refused_with_a_reason() -> None:
         "feedback": "feedback of its own",
         "exclude": "no parameter is named like",
         "attach": "tw.LocalSteps(model, optimizer, 'diloco')",
+        "twice": "takes local steps already",
+        "attached": "takes local steps, which exchange no gradients",
+        "scaler": "the class GradScaler",
+        "average": "average must be",
+        "added": "nobody would exchange them",
     }
     for name, text in words.items():
         assert text in found[name], (name, found[name])

@@ -126,6 +126,29 @@ named = st.one_of(
     st.just(methods.EFSignSGD()),
     st.just(methods.OneBitSGD()),
     st.builds(methods.BitQSGD, st.integers(2, 8)),
+    st.builds(methods.AdamUpdate, ratios, st.sampled_from([0, 2, 4, 8]), st.integers(0, 1000)),
+    st.builds(methods.LocalSGD, st.integers(1, 1000), compressor=local),
+    st.builds(methods.PostLocalSGD, st.integers(1, 1000), st.integers(0, 1000), compressor=local),
+    st.builds(methods.DiLoCo, st.integers(1, 1000), st.floats(0.01, 2), below, compressor=local),
+    st.builds(
+        methods.SparseLoCo,
+        st.integers(1, 1000),
+        ratios,
+        below,
+        st.floats(0.01, 2),
+        st.sampled_from(["world", "senders"]),
+        st.integers(8, 9000),
+    ),
+    st.builds(
+        methods.StreamingDiLoCo,
+        st.sampled_from([8, 64]),
+        st.sampled_from([1, 2, 4]),
+        st.integers(0, 1),
+        below,
+        st.floats(0.01, 2),
+        below,
+        compressor=local,
+    ),
 )
 
 # Names as they may be, and as they are likely to break something.
@@ -341,7 +364,7 @@ def test_qsgd_by_levels_and_by_bits():
         (tw.parse, "zzz", "unknown compressor 'zzz'; compressors: arc"),
         (tw.parse, "auto", "unknown compressor 'auto': that is a policy; compressors: "),
         (tw.parse, "dgc", "unknown compressor 'dgc': that is a method; "),
-        (tw.parse, "zzz", "; methods: 1bit-sgd, dgc, ef-signsgd, qsgd, signsgd, signum"),
+        (tw.parse, "zzz", "; methods: 1bit-sgd, adam-update, dgc, diloco, ef-signsgd, local-sgd, "),
         (tw.parse, "zzz", "; policies: accuracy, auto, bandwidth, layerwise"),
         (policies.parse, "signum", "unknown compressor or policy 'signum': that is a method"),
         (methods.parse, "sigum", "unknown method 'sigum': did you mean 'signum'? methods: 1bit"),

@@ -141,6 +141,8 @@ class LocalRecipe(Recipe):
         mixing: share of the local parameters that stays when the common ones arrive.
         keep: share of what a rank has not sent yet that its own parameters have already.
         average: "world" or "senders".
+        min_numel: tensors with fewer elements, or fewer than two dimensions, are sent uncompressed;
+            0 for none.
     """
 
     every: int = 1
@@ -151,12 +153,15 @@ class LocalRecipe(Recipe):
     mixing: float = 0.0
     keep: float = 0.0
     average: str = "world"
+    min_numel: int = 1024
 
     def __post_init__(self) -> None:
         check_rounds(self.name, self.every, self.fragments, self.overlap)
         check.steps(self.name, "warmup", self.warmup, 0)
         if not check.is_number(self.mixing) or not 0 <= self.mixing < 1:
             raise ValueError(f"{self.name}: mixing must be in [0, 1), got {self.mixing!r}")
+        if not check.is_whole(self.min_numel) or self.min_numel < 0:
+            raise ValueError(f"min_numel must be a number of elements, got {self.min_numel!r}")
         if not check.is_number(self.keep) or not 0 <= self.keep <= 1:
             raise ValueError(f"{self.name}: keep must be in [0, 1], got {self.keep!r}")
         if self.keep and self.overlap:

@@ -174,14 +174,16 @@ def spec_of(described: Any) -> str:
 
 
 def arguments_of(described: Any, named: bool = False) -> list[str]:
-    """The arguments that differ from defaults, all by name or as many as possible without."""
+    """The arguments that differ from defaults, all by name or as many as possible without;
+    keyword-only ones always with."""
     found = []
     for field in ordered(described):
         value = getattr(described, field.name)
         if value == default_of(field):
             named = True
             continue
-        found.append(f"{field.name}={_written(value)}" if named else _written(value))
+        by_name = named or field.kw_only
+        found.append(f"{field.name}={_written(value)}" if by_name else _written(value))
     return found
 
 

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 START_SECONDS = 60.0  # for a rank to import torch and find the others, on top of the patience
 _MARK = "@thinwire "  # what a script prints is not taken for an event
 # Of `LocalSteps`, what a method has settings of its own for.
-_ROUNDS = ("every", "outer", "warmup", "fragments", "overlap", "mixing", "average", "feedback")
+_ROUNDS = (
+    *("every", "outer", "warmup", "fragments", "overlap", "mixing", "keep", "average"),
+    *("feedback", "min_numel"),
+)
 
 
 # What goes to a rank

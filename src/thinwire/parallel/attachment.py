@@ -10,6 +10,7 @@ from thinwire.collectives.options import NodesGiven, Timeout
 from thinwire.feedback import Feedback
 from thinwire.parallel.configuration import CompressorGiven, Configuration, Scaler
 from thinwire.parallel.ddp import DDPHook, hook_of
+from thinwire.parallel.local import FOLLOWED
 from thinwire.parallel.model import described, not_ddp, parameter_names
 from thinwire.parallel.plan import Planner
 from thinwire.parallel.wire import Wire
@@ -84,6 +85,10 @@ def attach(
     ddp = uncompiled(model)
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"attach takes a DistributedDataParallel model, {not_ddp(ddp)}")
+    if ddp in FOLLOWED:
+        raise ValueError(
+            "this model takes local steps, which exchange no gradients: detach LocalSteps first"
+        )
     named = parameter_names(ddp)
     trained = {name: parameter for parameter, name in named if parameter.requires_grad}
     for name, parameter in trained.items():

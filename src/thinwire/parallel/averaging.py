@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.collectives.exchange import Details
 from thinwire.collectives.handle import Account, Handle
 from thinwire.compressors import JointCompressor
 from thinwire.formatting import plural
 from thinwire.parallel.configuration import Configuration
 from thinwire.parallel.plan import Piece, PlannedExchange, Planner
 from thinwire.parallel.replicas import ReplicaCheck
-from thinwire.parallel.step import ExchangeStep, first_of
+from thinwire.parallel.step import ExchangeStep, SkippedError, first_of
 from thinwire.parallel.wire import Layout, Wire
 from thinwire.policies.base import Measured, TensorInfo
 from thinwire.torch_internals import is_dtensor
@@ -70,6 +71,10 @@ class AveragingWire(Wire):
         if not async_op:
             handle.wait()
         return handle
+
+    def _step_details(self) -> Details:
+        """What ranks must agree in, besides the tensors."""
+        return ()
 
     def _expect(self, tensors: Mapping[str, Tensor]) -> None:
         """Have choices for these tensors."""
@@ -132,6 +137,8 @@ class AveragingWire(Wire):
             self._reducer.ledger.add_seconds("waiting", step.waited)
             if step.errors:
                 return
+            self._reducer.ledger.fold()
+            self._reducer.ledger.end_step()
             step.commit()
             measured = Measured(step.ended - before, step.window, step.waited, *step.totals())
             self._choices.end(step.step, measured)
@@ -152,9 +159,17 @@ class AveragingStep(ExchangeStep):
 
     def __init__(self, wire: AveragingWire) -> None:
         super().__init__(wire)
+        self.details += wire._step_details()
+        self._all_or_nothing = wire._all_or_nothing
         self._began = self.ended = time.perf_counter()
         self._first_wait: float | None = None
         self.waited = 0.0
+
+    def admit(self) -> None:
+        super().admit()
+        # What ended before is the same on all ranks: they all go on, or none of them.
+        if self._all_or_nothing and not self.all_finite():
+            raise SkippedError("not sent: what was sent before it is not finite")
 
     @property
     def window(self) -> float:

@@ -90,7 +90,7 @@ class Configuration:
             known = " or ".join(map(repr, AVERAGES))
             raise ValueError(f"average must be {known}, got {average!r}")
         if scaler is not None:
-            _check_scaler(scaler)
+            check_scaler(scaler)
         if optimizer is not None:
             check_optimizer(optimizer)
         options = Options.of(
@@ -174,7 +174,8 @@ class Configuration:
         ]
 
 
-def _check_scaler(scaler: object) -> None:
+def check_scaler(scaler: object) -> None:
+    """Refuse what is no GradScaler."""
     if isinstance(scaler, type) or not callable(getattr(scaler, "get_scale", None)):
         got = f"the class {scaler.__name__}" if isinstance(scaler, type) else type(scaler).__name__
         raise TypeError(f"scaler must be a GradScaler, got {got}")

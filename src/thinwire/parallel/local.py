@@ -15,6 +15,7 @@ has recipes of.
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from torch.optim import SGD, Optimizer
 
 from thinwire import check
 from thinwire.collectives.allgather import broadcast
+from thinwire.collectives.exchange import Details
 from thinwire.collectives.options import Group, NodesGiven, Timeout
 from thinwire.errors import ReplicaError, ThinwireWarning
 from thinwire.feedback import DGC, Feedback, Vote
@@ -35,7 +37,12 @@ from thinwire.formatting import plural, show_bytes
 from thinwire.methods import LocalRecipe, LocalSGD, OuterSGD, method_of
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.parallel.averaging import AverageHandle, AveragingStep, AveragingWire
-from thinwire.parallel.configuration import CompressorGiven, Configuration, Scaler
+from thinwire.parallel.configuration import (
+    CompressorGiven,
+    Configuration,
+    Scaler,
+    check_scaler,
+)
 from thinwire.parallel.ddp import hook_of
 from thinwire.parallel.model import described, parameter_names
 from thinwire.parallel.plan import GRANULARITIES
@@ -54,9 +61,12 @@ log = logging.getLogger("thinwire")
 PROGRESS = "(progress)"  # a tensor that says which ranks have worked, and which have finished
 BUFFER = "(buffer) "  # before the name of a buffer
 LOCAL_KEYS = (
-    *("inner_steps", "since", "skipped", "shared", "bases", "outer", "parameters", "buffers"),
-    *("inner", "round"),
+    *("inner_steps", "since", "unsent", "skipped", "shared", "bases", "outer", "parameters"),
+    *("buffers", "common_buffers", "inner", "round"),
 )
+
+# Optimizers and DDP models that take local steps.
+FOLLOWED: weakref.WeakSet[Optimizer | nn.Module] = weakref.WeakSet()
 
 OuterGiven = OuterSGD | Callable[[list[Tensor]], Optimizer]
 
@@ -119,7 +129,7 @@ class LocalSteps(AveragingWire):
         granularity: "tensor" compresses each tensor by itself, "bucket" all that are exchanged
             together as one.
         min_numel: tensors with fewer than two dimensions or with fewer elements are sent
-            uncompressed.
+            uncompressed, 1024 by default; 0 compresses all.
         exclude: patterns of names of parameters that are sent uncompressed.
         scaler: the GradScaler, if there is one. It may skip a step on one rank alone: then that
             counts as a step in which nothing has changed.
@@ -162,7 +172,7 @@ class LocalSteps(AveragingWire):
         granularity: str = "tensor",
         collective: str = "auto",
         nodes: NodesGiven = None,
-        min_numel: int = 1024,
+        min_numel: int | None = None,
         exclude: str | Sequence[str] = (),
         scaler: Scaler | None = None,
         group: Group = None,
@@ -172,10 +182,13 @@ class LocalSteps(AveragingWire):
         check_every: int = 0,
         measure_every: int = 10,
     ) -> None:
+        if scaler is not None:
+            check_scaler(scaler)
         self._optimizers = _checked_optimizers(optimizer)
         self._model = _checked_model(model)
         ddp = self._model if isinstance(self._model, DistributedDataParallel) else None
         self._live = _trained(self._model, self._optimizers)
+        self._trained = _count(self._optimizers)
         module: nn.Module = self._model if ddp is None else ddp.module
         self._buffers = {
             name.replace("_orig_mod.", ""): buffer
@@ -194,6 +207,7 @@ class LocalSteps(AveragingWire):
             "mixing": mixing,
             "keep": keep,
             "average": average,
+            "min_numel": min_numel,
         }
         recipe, chooser = _recipe_of(compressor, given, feedback)
         if recipe is not None:
@@ -212,7 +226,7 @@ class LocalSteps(AveragingWire):
                 collective=collective,
                 nodes=nodes,
                 average=self._settings.average,
-                min_numel=min_numel,
+                min_numel=self._settings.min_numel or None,
                 exclude=exclude,
                 scaler=None,
                 optimizer=None,
@@ -230,10 +244,12 @@ class LocalSteps(AveragingWire):
         self._fragments = _dealt(self._live, self._buffers, self._settings.fragments)
         self._learn(module)
         self.inner_steps = 0
-        self._since = 0  # the last exchange began
+        self._since = 0  # steps since the last exchange began
+        self._unsent = [0] * len(self._fragments)  # and since the last of each fragment
         self._skipped = 0
         self._all_finished = False  # all ranks, in the last exchange
         self._shared: dict[str, Tensor] = {}  # Theta, from the first step on
+        self._common_buffers: dict[str, Tensor] = {}  # of the last exchange
         self._bases: dict[str, Tensor] = {}  # what steps began from, where that is not Theta
         self._differences: dict[str, Tensor] = {}  # scratch buffers
         self._round: Round | None = None
@@ -264,10 +280,14 @@ class LocalSteps(AveragingWire):
 
     def _connect(self, ddp: DistributedDataParallel | None, scaler: Scaler | None) -> None:
         for optimizer in self._optimizers:
+            FOLLOWED.add(optimizer)
+            self._removals.append(lambda own=optimizer: FOLLOWED.discard(own))  # type: ignore[misc]
             self._removals.append(optimizer.register_step_pre_hook(self._before_step).remove)
         last = self._optimizers[-1]
         self._removals.append(last.register_step_post_hook(self._after_step).remove)
         if ddp is not None:
+            FOLLOWED.add(ddp)
+            self._removals.append(lambda: FOLLOWED.discard(ddp))
             self._removals += _without_exchange(ddp)
             log.info(
                 "DDP's own exchange of gradients is switched off: LocalSteps exchanges what the "
@@ -278,18 +298,25 @@ class LocalSteps(AveragingWire):
 
     def _count_attempts(self, scaler: Any) -> Callable[[], None]:
         """A step that the scaler skips on this rank is a step all the same: others take it."""
-        original = scaler.step
+        original, before_us = scaler.step, vars(scaler).get("step")
 
         def step(optimizer: Optimizer, *args: Any, **options: Any) -> Any:
             before = self.inner_steps
             result = original(optimizer, *args, **options)
-            if optimizer is self._optimizers[-1] and self.inner_steps == before:
+            ours = optimizer is self._optimizers[-1] and not self._detached
+            if ours and self.inner_steps == before:
                 self._before_step()
                 self._after_step()
             return result
 
+        def remove() -> None:
+            if vars(scaler).get("step") is step:  # else others have come after us
+                del scaler.step
+                if before_us is not None:
+                    scaler.step = before_us
+
         scaler.step = step
-        return lambda: delattr(scaler, "step")
+        return remove
 
     def __repr__(self) -> str:
         state = "detached" if self._detached else f"{self.inner_steps} steps"
@@ -302,9 +329,11 @@ class LocalSteps(AveragingWire):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finish()
-        self.detach()
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.detach()
 
     def detach(self) -> None:
         """Leave the model: the optimizer's steps are no longer followed, and a DDP model exchanges
@@ -322,6 +351,24 @@ class LocalSteps(AveragingWire):
 
     # Steps.
 
+    def _check_optimizers(self) -> None:
+        if _count(self._optimizers) != self._trained:
+            raise ValueError(
+                "the optimizer has got parameters that it had not when LocalSteps was made, and "
+                "nobody would exchange them: detach, and make LocalSteps anew"
+            )
+
+    def _step_details(self) -> Details:
+        """What ranks must agree in, besides the tensors."""
+        outer = self._outer_given
+        moved = str(outer) if isinstance(outer, OuterSGD) else "an optimizer"
+        settings = self._settings
+        words = (
+            f"every {settings.every}, {settings.fragments} fragments, overlap {settings.overlap}, "
+            f"mixing {settings.mixing:g}, keep {settings.keep:g}, {moved}"
+        )
+        return (("local steps", words),)
+
     def _before_step(self, *_: Any) -> None:
         if not self._shared:
             with torch.no_grad():
@@ -331,6 +378,8 @@ class LocalSteps(AveragingWire):
         with torch.no_grad():
             self.inner_steps += 1
             self._since += 1
+            self._unsent = [steps + 1 for steps in self._unsent]
+            self._check_optimizers()
             if self._round is not None and self.inner_steps >= self._round.due:
                 self._land()
             if self._since >= self._period:
@@ -375,6 +424,7 @@ class LocalSteps(AveragingWire):
     def _agree(self, parameters: Mapping[str, Tensor]) -> None:
         """Have these as common parameters, with outer optimizers that know nothing yet."""
         self._shared = {name: p.clone() for name, p in parameters.items()}
+        self._common_buffers = {name: b.detach().clone() for name, b in self._buffers.items()}
         self.outer = []
         given = self._outer_given
         if isinstance(given, OuterSGD):
@@ -401,9 +451,14 @@ class LocalSteps(AveragingWire):
                 tensors[name] = self._difference(name)
             for name in part.buffers:
                 tensors[BUFFER + name] = self._buffers[name].detach().clone()
-        progress = [float(self._since > 0), float(finishing)]
+        which = range(len(self._fragments)) if warm else range(fragment, fragment + 1)
+        progress = [float(any(self._unsent[i] for i in which)), float(finishing)]
         tensors[PROGRESS] = torch.tensor(progress, device=tensors[next(iter(tensors))].device)
         since, self._since = self._since, 0
+        unsent, self._unsent = (
+            self._unsent,
+            [0 if i in which else steps for i, steps in enumerate(self._unsent)],
+        )
         overlap = 0 if warm or finishing else overlap
         try:
             handle = self._average(tensors, together=self._together, async_op=True)
@@ -412,7 +467,8 @@ class LocalSteps(AveragingWire):
             if not overlap:
                 self._land()
         except BaseException:
-            self._since = since
+            if self._round is None:  # otherwise it is still under way
+                self._since, self._unsent = since, unsent
             raise
 
     def _difference(self, name: str) -> Tensor:
@@ -423,14 +479,13 @@ class LocalSteps(AveragingWire):
 
     def _land(self) -> None:
         """Wait for the exchange under way, and go on with what it came to."""
-        landed, self._round = self._round, None
+        landed = self._round
         assert landed is not None
         try:
             landed.wait()
-        except BaseException:
-            if not landed.ended:
-                self._differences = {}  # these still belong to the exchange
-            raise
+        finally:
+            if landed.ended:  # otherwise somebody interrupts the waiting
+                self._round = None
         size = dist.get_world_size(self._reducer.options.group)
         worked, finished = (round(float(x) * size) for x in landed.tensors[PROGRESS])
         self._all_finished = finished == size
@@ -460,6 +515,7 @@ class LocalSteps(AveragingWire):
                 self._shared[name].grad = None
                 _move(self._live[name], self._shared[name], mixing)
             for name in part.buffers:
+                self._common_buffers[name].copy_(landed.tensors[BUFFER + name])
                 _move(self._buffers[name], landed.tensors[BUFFER + name], mixing)
             self._keep(part.parameters, 0.0 if ending else self._settings.keep)
 
@@ -488,6 +544,9 @@ class LocalSteps(AveragingWire):
             if name in self._shared:
                 _move(self._live[name], self._shared[name], 0.0)
                 self._bases.pop(name, None)
+        for name, buffer in self._common_buffers.items():
+            if BUFFER + name in landed.tensors:
+                _move(self._buffers[name], buffer, 0.0)
 
     def finish(self) -> None:
         """This rank has no more data: end with common parameters. All ranks call this.
@@ -634,12 +693,14 @@ class LocalSteps(AveragingWire):
             "local": {
                 "inner_steps": self.inner_steps,
                 "since": self._since,
+                "unsent": list(self._unsent),
                 "skipped": self._skipped,
                 "shared": dict(self._shared),
                 "bases": dict(self._bases),
                 "outer": [optimizer.state_dict() for optimizer in self.outer],
                 "parameters": {name: p.detach() for name, p in self._live.items()},
                 "buffers": {name: b.detach() for name, b in self._buffers.items()},
+                "common_buffers": dict(self._common_buffers),
                 "inner": [optimizer.state_dict() for optimizer in self._optimizers],
                 "round": None if self._round is None else self._round.state(),
             },
@@ -668,6 +729,7 @@ class LocalSteps(AveragingWire):
         super().load_state_dict(state)
         with torch.no_grad():
             self.inner_steps, self._since = first["inner_steps"], first["since"]
+            self._unsent = list(first["unsent"])
             self._skipped, self._differences = first["skipped"], {}
             for kind, live in (("parameters", self._live), ("buffers", self._buffers)):
                 for name, tensor in live.items():
@@ -682,6 +744,8 @@ class LocalSteps(AveragingWire):
             }
             if first["shared"]:
                 self._agree({n: first["shared"][n].to(p.device) for n, p in self._live.items()})
+                for name, buffer in first["common_buffers"].items():
+                    self._common_buffers[name].copy_(buffer)
                 for optimizer, kept in zip(self.outer, first["outer"], strict=True):
                     optimizer.load_state_dict(kept)
             if first["round"] is not None:
@@ -694,8 +758,14 @@ class LocalSteps(AveragingWire):
             check.whole(who, key, local[key], 0)
         for kind, live in (("parameters", self._live), ("buffers", self._buffers)):
             _check_alike(f"{who}: {kind}", local[kind], live)
+        unsent = local["unsent"]
+        if not isinstance(unsent, list | tuple) or len(unsent) != len(self._fragments):
+            raise ValueError(f"{who}: the state is not one of {len(self._fragments)} fragments")
+        for steps in unsent:
+            check.whole(who, "unsent", steps, 0)
         if local["shared"]:
             _check_alike(f"{who}: shared", local["shared"], self._live)
+            _check_alike(f"{who}: common_buffers", local["common_buffers"], self._buffers)
         required(f"{who}: bases", local["bases"], ())
         kept = {name: p for name, p in self._live.items() if name in local["bases"]}
         _check_alike(f"{who}: bases", local["bases"], kept)
@@ -805,6 +875,10 @@ def _checked_optimizers(given: Any) -> list[Optimizer]:
                 "ZeroRedundancyOptimizer divides the parameters among the ranks, and local steps "
                 "need an optimizer that moves all of them on each rank"
             )
+        if optimizer in FOLLOWED:
+            raise ValueError(
+                f"this {type(optimizer).__name__} takes local steps already: detach those first"
+            )
     if not optimizers:
         raise ValueError("optimizer: an empty list")
     return optimizers
@@ -848,6 +922,10 @@ def _trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Ten
         if not p.is_floating_point() or p.dtype.itemsize < 2:
             raise TypeError(f"{name}: parameters must be float32, float64 or half, got {p.dtype}")
     return {name: p for p, name in named}
+
+
+def _count(optimizers: Sequence[Optimizer]) -> int:
+    return sum(len(group["params"]) for o in optimizers for group in o.param_groups)
 
 
 def _recipe_of(

@@ -125,12 +125,13 @@ class ExchangeStep(Driver):
         return network, codec, float(sum(account.network_bytes for account in accounts))
 
     def all_finite(self) -> bool:
-        """Whether the optimizer will take this step: the same answer on all ranks, who have the
-        same averages."""
-        if not all(exchange.handle.account.finite for exchange in self.exchanges):
+        """Whether the optimizer will take this step, as far as exchanges have ended: the same
+        answer on all ranks, who have the same averages."""
+        ended = [exchange for exchange in self.exchanges if exchange.handle.is_completed()]
+        if not all(exchange.handle.account.finite for exchange in ended):
             return False
         # Uncompressed sums were not looked at.
-        summed = [e for e in self.exchanges if e.handle.collective in ("summable", "none")]
+        summed = [e for e in ended if e.handle.collective in ("summable", "none")]
         for piece in (piece for e in summed for unit in e.units for piece in unit.pieces):
             flat = piece.reshape(-1)
             if flat.dtype in (torch.float16, torch.bfloat16):
