@@ -63,7 +63,7 @@ examples:
   thinwire compare
   thinwire compare --with "topk:0.001, onebit" --link 1gbit --sweep 10mbit
   thinwire compare --workload text --steps 600 --seeds 3 --out report/text
-  thinwire compare --workload text --link 10mbit --with "adam-update, sparseloco"
+  thinwire compare --workload text --link 10mbit --with "sparseloco, diloco:20"
   thinwire compare --workload train.py --hosts 2 --link 50mbit -- --epochs 1
 
 Exit code: 0; 1 if a method that was asked for failed or diverged; 2 for wrong

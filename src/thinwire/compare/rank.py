@@ -361,16 +361,17 @@ class _ScriptObserver:
             )
 
     def _detach(self, model: Any) -> None:
+        from thinwire.compare.training import ScriptLocalSteps
+
         before = self._wires.pop(id(model), None)
-        if before is None:
-            return
-        if before.step:
-            raise ValueError(
-                f"{self._method.name}: the script makes another optimizer of the model's "
-                "parameters after the first exchange, and a method of local steps follows one "
-                "training from its beginning: make all optimizers before the first step"
-            )
-        before.detach()
+        if isinstance(before, ScriptLocalSteps):
+            if before.inner_steps:
+                raise ValueError(
+                    f"{self._method.name}: the script makes another optimizer of the model's "
+                    "parameters after the first step, and a method of local steps follows one "
+                    "training from its beginning: make all optimizers before it"
+                )
+            before.detach()
 
     def finish(self) -> None:
         """Let a method of local steps end: with the same parameters on all ranks."""
@@ -441,7 +442,8 @@ class _ScriptObserver:
         if rank == 0:
             count = sum(p.numel() for model in self._models for p in model.parameters())
             tell("about", parameters=count, **self._about)
-        wire = next(iter(self._wires.values()), None)
+        wires = [self._wires[id(model)] for model in self._models if id(model) in self._wires]
+        wire = wires[0] if wires else None
         tell("end", job=0, rank=rank, record=asdict(self._meter.record(stats_of(wire))))
 
 

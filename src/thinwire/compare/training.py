@@ -241,7 +241,6 @@ class ScriptLocalSteps(LocalSteps):
 
     Attributes:
         trained_by: the optimizers.
-        ended: whether they are finished or detached.
     """
 
     def __init__(
@@ -253,7 +252,6 @@ class ScriptLocalSteps(LocalSteps):
         **options: Any,
     ) -> None:
         self._training_meter = meter
-        self.ended = False
         super().__init__(model, optimizer, *args, **options)
         self.trained_by = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.trained_by[-1].register_step_post_hook(lambda *_: meter.prolong())
@@ -261,11 +259,11 @@ class ScriptLocalSteps(LocalSteps):
     def finish(self) -> None:
         with self._training_meter.in_last_step():
             super().finish()
-        self.ended = True
 
-    def detach(self) -> None:
-        super().detach()
-        self.ended = True
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing to finish: no step since the last time, or detached."""
+        return self._finished or self._detached
 
 
 class NoLocalSteps:
@@ -285,6 +283,18 @@ class NoLocalSteps:
 
     def common_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def summary(self, rows: int = 20) -> str:
+        return "no local steps: this method exchanges gradients"
+
+    def explain(self) -> str:
+        return self.summary()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"LocalSteps.{name}: with a method that exchanges gradients a script has no local "
+            "steps to ask; it may call finish, detach, common_parameters, summary and explain"
+        )
 
 
 # The loop
