@@ -879,8 +879,10 @@ def test_methods_are_listed(capsys):
     assert max(map(len, table.splitlines())) <= 100
     assert main(["methods", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [tuple(row.values()) for row in rows[:-3]] == list(usages().values())
-    assert [row["usage"] for row in rows[-3:]] == ["onebit-adam", "onebit-lamb", "zero-one-adam"]
+    assert [tuple(row.values()) for row in rows[:-4]] == list(usages().values())
+    optimizers = ["onebit-adam", "onebit-lamb", "zero-one-adam", "demo"]
+    assert [row["usage"] for row in rows[-4:]] == optimizers
+    assert rows[-1]["made of"] == "tw.optim.DeMo: topk:0.0078125,4096|quantize:4, gather"
     assert all(list(row) == ["usage", "made of", "description"] for row in rows)
 
 
