@@ -47,7 +47,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 STREAMING = "streaming-diloco:2,2,0,compressor=(onebit)"
-LOCAL_TOPK = "local-sgd:2,(topk:0.01)"
+LOCAL_TOPK = "local-sgd:2,compressor=(topk:0.01)"
 LOCAL = {
     "adam-update": "updates of each step, topk:0.01|quantize:4",
     "diloco:50": "exchange every 50 steps, uncompressed",

@@ -602,11 +602,15 @@ def test_the_study_of_the_paper_comes_out_in_its_order():
 def test_every_method_has_a_usage_and_a_line():
     names = list(list_methods())
     assert names[:6] == ["dgc", "signsgd", "signum", "ef-signsgd", "1bit-sgd", "qsgd"]
-    assert {"powersgd", "arc", "topk", "onebit", "terngrad", "natural"} == set(names[6:])
+    local = ["adam-update", "local-sgd", "post-local-sgd", "diloco", "sparseloco"]
+    assert names[6:12] == [*local, "streaming-diloco"]
+    assert {"powersgd", "arc", "topk", "onebit", "terngrad", "natural"} == set(names[12:])
     for name, (usage, made, line) in usages().items():
         assert usage.partition(":")[0] == name
         assert line.endswith("."), f"{name}: the first line of the docstring is a sentence"
-        compressor, feedback, collective = re.fullmatch(r"(.*) \+ (.*), (\w+)", made).groups()
+        compressor, feedback, collective = re.fullmatch(
+            r"(.*) \+ (.*), (\w+)(?:, every \d+ steps?)?", made
+        ).groups()
         built, remembering = tw.parse(compressor), tw.feedback.parse(feedback)
         name = "qsgd:4bit" if name == "qsgd" else name
         recipe = recipe_of(name)
@@ -879,8 +883,10 @@ def test_methods_are_listed(capsys):
     assert max(map(len, table.splitlines())) <= 100
     assert main(["methods", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [tuple(row.values()) for row in rows[:-3]] == list(usages().values())
-    assert [row["usage"] for row in rows[-3:]] == ["onebit-adam", "onebit-lamb", "zero-one-adam"]
+    assert [tuple(row.values()) for row in rows[:-4]] == list(usages().values())
+    optimizers = ["onebit-adam", "onebit-lamb", "zero-one-adam", "demo"]
+    assert [row["usage"] for row in rows[-4:]] == optimizers
+    assert rows[-1]["made of"] == "tw.optim.DeMo: topk:0.0078125,4096|quantize:4, gather"
     assert all(list(row) == ["usage", "made of", "description"] for row in rows)
 
 

@@ -204,8 +204,9 @@ def training(net: nn.Module) -> None:
 def optimizers(net: nn.Module) -> None:
     adam = tw.optim.OneBitAdam(net.parameters(), lr=1e-3, freeze_step=100, decoupled=True)
     lamb = tw.optim.OneBitLamb([{"params": net.parameters()}], freeze_step=100)
+    demo = tw.optim.DeMo(net.parameters(), 1e-3, ratio=0.01, dct=True, compressor=tw.TwoBit())
     rare = tw.optim.ZeroOneAdam(net.parameters(), var_freeze_step=10, compressor="scaledsign")
-    every: Sequence[torch.optim.Optimizer] = [adam, lamb, rare]
+    every: Sequence[torch.optim.Optimizer] = [adam, lamb, demo, rare]
     for optimizer in every:
         optimizer.step()
     assert_type(adam.stats()["steps"], int)

@@ -48,9 +48,9 @@ gradients. They go to tw.LocalSteps and to thinwire compare:
   thinwire compare --workload text --with "adam-update, sparseloco, diloco:50"
 
 Any compressor is a method too (see thinwire compressors); without a feedback it
-gets the one that belongs to it. Adam in one bit is an optimizer:
-tw.optim.OneBitAdam, OneBitLamb, ZeroOneAdam; in a comparison it takes the place
-of the workload's Adam.
+gets the one that belongs to it. Adam in one bit and DeMo are optimizers:
+tw.optim.OneBitAdam, OneBitLamb, ZeroOneAdam, DeMo; in a comparison they take
+the place of the workload's Adam.
 """
 _POLICIES = """\
 They go to tw.attach and to thinwire compare. THEN is a compressor or a policy,
@@ -135,8 +135,9 @@ def _methods() -> Rows:
 
     yield from usages().values()
     for name, (kind, _) in OPTIMIZERS.items():
-        made_of = f"tw.optim.{kind}: {read(name).policy}, twoshot"
-        yield name, made_of, (getattr(optim, kind).__doc__ or "").partition("\n")[0]
+        found = getattr(optim, kind)
+        made_of = f"tw.optim.{kind}: {read(name).policy}, {found.collective}"
+        yield name, made_of, (found.__doc__ or "").partition("\n")[0]
 
 
 def _policies() -> Rows:

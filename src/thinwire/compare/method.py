@@ -8,7 +8,7 @@ POLICY[+FEEDBACK]      thinwire, as in "auto" or "warmup:50,(topk:0.01)+ef14"
 dgc:0.001, signum, ... methods by name, of gradients
 diloco:50, sparseloco, adam-update, local-sgd:10,compressor=(quantize:4), ...
                        methods by name, of local steps
-onebit-adam, onebit-lamb, zero-one-adam
+onebit-adam, onebit-lamb, zero-one-adam, demo
                        optimizers of thinwire that exchange by themselves
 script                 a user's script, unchanged
 """
@@ -93,6 +93,7 @@ OPTIMIZERS = {
     "onebit-adam": ("OneBitAdam", "1-bit Adam"),
     "onebit-lamb": ("OneBitLamb", "1-bit LAMB"),
     "zero-one-adam": ("ZeroOneAdam", "0/1 Adam"),
+    "demo": ("DeMo", "DeMo"),
 }
 
 
@@ -142,10 +143,11 @@ def _read(text: str) -> Method:
     if name in _TITLES:
         return Method(name, _TITLES[name], "script" if name == "script" else "torch")
     if name in OPTIMIZERS:
-        from thinwire.optim.base import ONE_BIT
+        from thinwire import optim
         from thinwire.policies.base import Fixed
 
-        return Method(name, OPTIMIZERS[name][1], "optimizer", Fixed(ONE_BIT))
+        kind, title = OPTIMIZERS[name]
+        return Method(name, title, "optimizer", Fixed(getattr(optim, kind).usual))
     if name.startswith("torch:"):
         return _powersgd(name)
     from thinwire.methods import LocalRecipe, method_of

@@ -69,7 +69,10 @@ class ExchangingOptimizer(Optimizer):
     Subclasses implement `_advance`, and check their own settings of a group in `_check`.
     """
 
-    # Settings that all param_groups have in common; the first is when the first stage ends.
+    collective: ClassVar[str] = "twoshot"  # of compressed exchanges
+    usual: ClassVar[Compressor] = ONE_BIT  # what is used unless the user says otherwise
+    # Settings that all param_groups have in common. The first is one that no other optimizer has:
+    # with Adam in stages, when the first stage ends.
     shared: ClassVar[tuple[str, ...]]
     spread: ClassVar[tuple[str, ...]] = ("error",)  # state that differs between ranks
     # All that is kept of a parameter, besides its step: tensors of its shape, and numbers.
@@ -94,7 +97,7 @@ class ExchangingOptimizer(Optimizer):
         self._masks = _checked_masks(who, masks)
         self._compressor = compressor_of(compressor)
         self._options = Options.of(
-            group, collective="twoshot", max_bytes=max_bytes, timeout=timeout
+            group, collective=self.collective, max_bytes=max_bytes, timeout=timeout
         )
         try:
             self._options.check(self._compressor)
@@ -118,9 +121,9 @@ class ExchangingOptimizer(Optimizer):
 
     def _check(self, group: dict[str, Any]) -> None:
         """Refuse settings of a param_group that make no sense."""
+        self._check_rates(group)
         group = _plain(group)
         who, betas = type(self).__name__, group["betas"]
-        check.at_least(who, "lr", group["lr"], 0)
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ValueError(
                 f"{who}: betas must be two numbers such as (0.9, 0.999), got {betas!r}"
@@ -128,7 +131,11 @@ class ExchangingOptimizer(Optimizer):
         for i, beta in enumerate(betas):
             check.below(who, f"betas[{i}]", beta, 1)
         check.positive(who, "eps", group["eps"])
-        check.at_least(who, "weight_decay", group["weight_decay"], 0)
+
+    def _check_rates(self, group: dict[str, Any]) -> None:
+        group = _plain(group)
+        for key in ("lr", "weight_decay"):
+            check.at_least(type(self).__name__, key, group[key], 0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as for every torch optimizer; see the class for until when."""
@@ -190,18 +197,21 @@ class ExchangingOptimizer(Optimizer):
         if not self._sound(all(map(is_finite, tensors))):
             return False
         if self._alike is not None and self._size > 1:
-            self._compare(slots, tensors)
+            self._compare(tensors, self._gradients(slots, copy=False))
         return True
 
-    def _compare(self, slots: Sequence[Slot], averages: Sequence[Tensor]) -> None:
+    def _compare(self, averages: Sequence[Tensor], own: Sequence[Tensor], more: int = 1) -> None:
         """Warn if somebody has averaged the gradients already: an average that is no other than
-        this rank's own gradient says so, whoever did it."""
+        what this rank came with says so, whoever did it.
+
+        Args:
+            more: times as many roundings as there are in an average.
+        """
         assert self._alike is not None
-        own = self._gradients(slots, copy=False)
         if not any(bool(g.any()) for g in own):
             return  # zeros say nothing
-        pairs = zip(averages, own, strict=True)
-        self._alike = self._alike + 1 if all(_same(*pair, self._size) for pair in pairs) else None
+        pairs, roundings = zip(averages, own, strict=True), more * self._size
+        self._alike = self._alike + 1 if all(_same(*pair, roundings) for pair in pairs) else None
         if self._alike == ALIKE:
             self._alike = None
             warnings.warn(
@@ -535,11 +545,10 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(math.isfinite(end) for end in tensor.aminmax())
 
 
-def _same(average: Tensor, own: Tensor, size: int) -> bool:
-    """Whether a sum of `size` numbers over `size` has equal ones in it: each addition and the
-    division round once."""
+def _same(average: Tensor, own: Tensor, roundings: int) -> bool:
+    """Whether an average has equal numbers in it: each addition and the division round once."""
     found = torch.finfo(average.dtype)
-    return torch.allclose(average, own, rtol=size * found.eps, atol=size * found.tiny)
+    return torch.allclose(average, own, rtol=roundings * found.eps, atol=roundings * found.tiny)
 
 
 def _chosen(tensor: Tensor, live: Tensor | None) -> Tensor:

@@ -141,6 +141,7 @@ class LocalSteps(AveragingWire):
     Attributes:
         step: exchanges so far.
         inner_steps: steps of the optimizer so far.
+        finished: whether `finish` has been called since the last of them.
         outer: the outer optimizers, one for each fragment, from the first step on; none for
             averages.
 
@@ -244,6 +245,7 @@ class LocalSteps(AveragingWire):
         self._fragments = _dealt(self._live, self._buffers, self._settings.fragments)
         self._learn(module)
         self.inner_steps = 0
+        self.finished = False
         self._since = 0  # steps since the last exchange began
         self._unsent = [0] * len(self._fragments)  # and since the last of each fragment
         self._skipped = 0
@@ -377,6 +379,7 @@ class LocalSteps(AveragingWire):
     def _after_step(self, *_: Any) -> None:
         with torch.no_grad():
             self.inner_steps += 1
+            self.finished = False
             self._since += 1
             self._unsent = [steps + 1 for steps in self._unsent]
             self._check_optimizers()
@@ -569,6 +572,7 @@ class LocalSteps(AveragingWire):
                     left -= 1
             if self._configuration.check_every:
                 ReplicaCheck(self._live, self._reducer.options).start()
+        self.finished = True
 
     @contextmanager
     def common_parameters(self) -> Iterator[None]:
