@@ -28,9 +28,10 @@ from thinwire.compare.run import Comparison, shown
 from thinwire.compare.settings import ComparisonSettings
 
 METHODS = (
-    *("ddp", "quantize:4", "powersgd:4", "topk:0.01", "onebit-adam", "adam-update:0.01"),
+    *("ddp", "quantize:4", "powersgd:4", "topk:0.01", "onebit-adam", "demo"),
+    *("adam-update:0.01", "adam-update:0.02", "local-sgd:4,compressor=(onebit)"),
     *("local-sgd:12,compressor=(quantize:4)", "diloco:15", "diloco:50", "sparseloco:15"),
-    *("sparseloco:50", "sparseloco:50,average=senders", "streaming-diloco:48", "demo"),
+    *("sparseloco:50", "sparseloco:50,average=senders", "streaming-diloco:48"),
 )
 RATES = (0.5, 1.0, 2.0)  # times the workload's learning rate
 RATE = 3e-3  # the workload's

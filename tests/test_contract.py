@@ -335,7 +335,7 @@ def test_configurations_differ():
         (lambda: tw.parse("topq:0.1"), "unknown compressor 'topq': did you mean 'topk'"),
         (lambda: tw.parse("topq:0.1"), "compressors: arc, bernoulli, cast"),
         (lambda: tw.parse("topk"), "lacks an argument, ratio; usage: topk:RATIO"),
-        (lambda: tw.parse("topk:0.1,0.2"), "too many arguments"),
+        (lambda: tw.parse("topk:0.1,64,0.2"), "too many arguments"),
         (lambda: tw.parse("topk:0.1,ratio=0.2"), "an argument twice"),
         (lambda: tw.parse("quantize:4,blocks=8"), "no argument 'blocks'; usage: quantize:BITS"),
         (lambda: tw.parse("quantize:block=8,4"), "must come before named arguments"),

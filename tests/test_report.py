@@ -87,7 +87,7 @@ def test_the_page_says_it_all(large: Document, page: str) -> None:
     for method in large.methods:
         assert f"<code>{method.name}</code>" in text
     row = text[text.index("<code>topk:0.01+ef14</code>") :].split("</tr>")[0]
-    for cell in ("86.0", "9.4x", "50.0x", "0.05", "ok"):
+    for cell in ("86.0", "9.4x", "50.0x", "50 kB", "ok"):
         assert f">{cell}<" in row, f"{cell} is not in {row}"
     assert "not reached" in text
     assert '<span class="state diverged">' in text

@@ -95,6 +95,13 @@ def collectives(gradient: Tensor, residual: Tensor, group: dist.ProcessGroup) ->
     tw.Reducer("dgc:0.001", optimizer=torch.optim.SGD([gradient], lr=0.1, momentum=0.9)).detach()
 
 
+def local_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    outer = tw.OuterSGD(0.7, 0.9, nesterov=True)
+    with tw.LocalSteps(model, optimizer, "topk:0.01", every=10, outer=outer) as local:
+        print(local.stats()["bytes_per_round"], local.summary(), local.explain())
+    tw.LocalSteps(model, [optimizer], tw.methods.DiLoCo(every=50), scaler=None).detach()
+
+
 def feedbacks() -> None:
     every: list[tw.feedback.Feedback] = [
         tw.feedback.NoFeedback(),

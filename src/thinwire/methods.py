@@ -318,11 +318,14 @@ class AdamUpdate(NamedMethod):
         ratio: share of elements sent.
         bits: of each of their values; 0 for all of them.
         ramp: exchanges over which `ratio` falls from a half; 0 for none.
+        keep: share of what a rank has not sent yet that its own parameters have already, so that
+            its gradients are less stale.
     """
 
     ratio: float = 0.01
     bits: int = 4
     ramp: int = 0
+    keep: float = 0.5
     name: ClassVar[str] = "adam-update"
 
     def recipe(self) -> LocalRecipe:
@@ -332,7 +335,7 @@ class AdamUpdate(NamedMethod):
         if self.bits:
             compressor = compressor | Quantize(self.bits)
         policy = Ramp(self.ramp, compressor, start=0.5) if self.ramp else Fixed(compressor)
-        return LocalRecipe(str(self), policy, EF14())
+        return LocalRecipe(str(self), policy, EF14(), keep=self.keep, min_numel=0)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from thinwire.formatting import read_count
 COMPRESSORS = (
     *("none", "cast:bf16", "topk:0.01", "topk:0.001", "randomk:0.01"),
     *("quantize:8", "quantize:4", "quantize:2", "qsgd:7"),
-    *("onebit", "scaledsign", "terngrad", "natural"),
+    *("onebit", "twobit", "scaledsign", "terngrad", "natural"),
     *("tiered:0.01", "topk:0.01|quantize:4", "lossless"),
 )
 DATA = {
