@@ -190,7 +190,9 @@ def place_labels(
         note = axes.annotate(texts[i], points[i], (0, 0), fontsize=7.5, **style)
         size = note.get_window_extent(renderer)
         others = [point for point in at if point != at[i]]
-        dx, dy, box, far = _best(at[i], others, (size.width, size.height), taken, frame, pixel)
+        # A little more than it takes: letters are drawn on whole pixels.
+        room = (size.width + pixel, size.height + pixel)
+        dx, dy, box, far = _best(at[i], others, room, taken, frame, pixel)
         note.remove()
         line = {"arrowstyle": "-", "lw": 0.6, "color": color, "shrinkA": 0, "shrinkB": 4}
         arrow = {"arrowprops": line} if far else {}
@@ -242,7 +244,7 @@ def _best(
             dy = math.sin(angle) * (step * pixel + height / 2)
             x, y = point[0] + dx, point[1] + dy
             box = LabelBox(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
-            cost = sum(box.overlap(other) for other in taken)
+            cost = 4 * sum(box.overlap(other) for other in taken)
             if any(box.distance(other) < box.distance(point) for other in others):
                 cost += box.area / 4  # a reader would take it for the other's label
             cost += 4 * (box.area - box.overlap(frame)) + 0.5 * step * pixel
