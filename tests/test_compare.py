@@ -619,7 +619,7 @@ def test_a_comparison_in_the_lab(possible, tmp_path, capsys):
     # Rounds of two steps, and one exchange at the end.
     sent = [1e6 * megabytes for megabytes in local.megabytes]
     copy = copies / 4
-    assert sent[0] < 0.1 * copy
+    assert sent[0] < 1000 + 2 * counters.SEGMENT < copy  # no exchange; packets sent twice
     assert all(
         count * copy < total < count * copy + 4 * 5000
         for count, total in ((1, sent[1]), (1, sent[2]), (3, sent[3]))
