@@ -253,9 +253,13 @@ def check_death(found: list, victim: int) -> None:
 def test_a_death_in_the_middle_of_an_exchange_loses_nothing_on_the_others(carried, size):
     spec, collective = CARRIED[carried]
     victim = size - 1
-    with ranks.Ranks(size) as group:
-        args = (spec, collective, 6_000_000, "middle", victim)
-        check_death(group.run(on_death, *args, dying=[victim]), victim)
+    args = (spec, collective, 6_000_000, "middle", victim)
+    for _ in range(5):
+        with ranks.Ranks(size) as group:
+            found = group.run(on_death, *args, dying=[victim])
+        if any(report.error for report, _ in found[:victim]):
+            break  # otherwise all had arrived before the timer of a busy machine went off
+    check_death(found, victim)
 
 
 @pytest.mark.parametrize(
