@@ -191,7 +191,7 @@ class Mutator:
         return self.invented() if chance < 0.22 else self.damaged()
 
     def _numel(self) -> int:
-        if self._random() < 0.95:
+        if self._random() < (0.8 if self._by_default else 0.95):
             return self._choice(SIZES)
         return self._choice(UNEXPECTED if self._by_default else EXPECTED)
 

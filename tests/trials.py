@@ -281,6 +281,7 @@ class Trials:
 
 def fuzz(seed: int, count: int) -> Tally:
     """Decode the first so many mutations of a seed, within the memory that any frame may take."""
+    torch.set_num_threads(1)  # each further one would reserve memory of its own
     trials = Trials(seed)
     with memory_limit(ALWAYS + SLACK):
         return trials.run(0, count)
