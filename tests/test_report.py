@@ -296,8 +296,10 @@ def test_a_wrong_document_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(RECORDS.glob("compare-*.json")), ids=lambda path: path.stem)
 def test_records_of_earlier_comparisons_are_read_and_kept(path: Path) -> None:
     document = report.read_document(path)
-    assert json.loads(document.to_json()) == json.loads(path.read_text(encoding="utf-8"))
-    assert len(document.targets) > 0  # a benchmark's own field
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert json.loads(document.to_json()) == found
+    # A benchmark's own field, which `thinwire compare` by itself does not write.
+    assert hasattr(document, "targets") == ("targets" in found)
 
 
 def test_templates_escape_and_know_their_names() -> None:
