@@ -143,7 +143,7 @@ class Campaign:
 
     def run(self, processes: int, minutes: float) -> Failure | None:
         """Try all mutations, or as many as go into so many minutes."""
-        todo = self._wanted._replace(start=self._done).blocks()
+        blocks = self._wanted._replace(start=self._done).blocks()
         end = time.monotonic() + 60 * minutes
         workers = [Worker(self._wanted.seed) for _ in range(processes)]
         busy = {worker.connection: worker for worker in workers}
@@ -157,7 +157,7 @@ class Campaign:
                             return heard
                         if heard is not None:
                             self._learn(*heard)
-                        given = next(todo, None) if time.monotonic() < end else None
+                        given = next(blocks, None) if time.monotonic() < end else None
                         if given is None:
                             del busy[worker.connection]
                         else:

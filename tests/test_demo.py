@@ -17,6 +17,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from stepping import Given, copies
 from tensors import normal
 from torch import Tensor, nn
 
@@ -31,29 +32,13 @@ TIMEOUT = 600.0  # of steps that should not wait for anybody: ranks.py ends them
 both = pytest.mark.parametrize("dct", [False, True])
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    return [nn.Parameter(normal(math.prod(s), i).view(s).to(dtype)) for i, s in enumerate(SHAPES)]
-
-
-def gradient(i: int, rank: int, step: int) -> Tensor:
-    """Half of it is the same on all ranks, so that there is something to agree on."""
-    n = math.prod(SHAPES[i])
-    own = normal(n, 1000 * step + i) + 0.5 * normal(n, 1000 * step + 100 * (rank + 1) + i)
-    return (0.1 * own + 0.01).view(SHAPES[i])
-
-
-def give(params: list[nn.Parameter], rank: int, step: int) -> None:
-    for i, p in enumerate(params):
-        p.grad = gradient(i, rank, step).to(p.dtype)
+GIVEN = Given(SHAPES, 0.01)
+parameters, gradient, give = GIVEN.parameters, GIVEN.gradient, GIVEN.give
 
 
 def make(params: Any, **settings: Any) -> tw.optim.DeMo:
     given = {"lr": LR, "decay": DECAY, "ratio": RATIO, "chunk": CHUNK, "timeout": TIMEOUT}
     return tw.optim.DeMo(params, **{**given, **settings})
-
-
-def copies(tensors: Any) -> list[Tensor]:
-    return [t.detach().clone() for t in tensors]
 
 
 def errors(optimizer: Any) -> list[Tensor]:

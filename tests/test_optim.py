@@ -19,6 +19,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from stepping import Given, copies
 from tensors import normal
 from torch import Tensor, nn
 
@@ -44,29 +45,13 @@ KINDS: dict[str, dict[str, Any]] = {
 over_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    return [nn.Parameter(normal(math.prod(s), i).view(s).to(dtype)) for i, s in enumerate(SHAPES)]
-
-
-def gradient(i: int, rank: int, step: int) -> Tensor:
-    """Half of it is the same on all ranks, so that there is something to agree on."""
-    n = math.prod(SHAPES[i])
-    both = normal(n, 1000 * step + i) + 0.5 * normal(n, 1000 * step + 100 * (rank + 1) + i)
-    return (0.1 * both + 0.05).view(SHAPES[i])
-
-
-def give(params: list[nn.Parameter], rank: int, step: int) -> None:
-    for i, p in enumerate(params):
-        p.grad = gradient(i, rank, step).to(p.dtype)
+GIVEN = Given(SHAPES, 0.05)
+parameters, gradient, give = GIVEN.parameters, GIVEN.gradient, GIVEN.give
 
 
 def make(kind: str, params: Any, **settings: Any) -> Any:
     given = {"lr": LR, "betas": (B1, B2), "eps": EPS, "timeout": TIMEOUT, **KINDS[kind], **settings}
     return getattr(tw.optim, kind)(params, **given)
-
-
-def copies(tensors: Any) -> list[Tensor]:
-    return [t.detach().clone() for t in tensors]
 
 
 def kept(optimizer: Any, key: str) -> list[Tensor]:

@@ -175,14 +175,15 @@ class Affine(Code):
 
 
 @dataclass(frozen=True)
-class Pairs(Code):
-    """One bit per element that chooses between two values.
+class PairCode(Code):
+    """Few bits per element that choose by two numbers of their block.
 
-    Sections: (low, high) for each block, then the bits: 1 reads as high.
+    Sections: the two numbers for each block, then the bits of all elements.
     """
 
     block: int
-    id: ClassVar[int] = 9
+    width: ClassVar[int]  # bits of an element
+    kernel: ClassVar[str]  # that adds what they stand for
 
     def check(self, extent: Extent) -> None:
         check_block(self.block)
@@ -190,14 +191,15 @@ class Pairs(Code):
     def sections(self, extent: Extent) -> list[Section]:
         return [
             Section(extent.real, 2 * blocks(self.block, extent.numel)),
-            Section(torch.uint8, -(-extent.numel // 8)),
+            Section(torch.uint8, -(-extent.numel * self.width // 8)),
         ]
 
     def add(
         self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
     ) -> None:
         pairs, bits = opened
-        kernels.on(out.device).add_pairs(
+        add = getattr(kernels.on(out.device), self.kernel)
+        add(
             out,
             bits,
             pairs.view(-1, 2),
@@ -209,38 +211,22 @@ class Pairs(Code):
 
 
 @dataclass(frozen=True)
-class SignedPairs(Code):
-    """Two bits per element: a sign, and which of two magnitudes.
+class Pairs(PairCode):
+    """One bit per element that chooses between two values, (low, high): 1 reads as high."""
 
-    Sections: (small, large) for each block, then the levels packed into 2 bits each: bit 1 reads as
-    large, bit 0 as a minus sign.
-    """
+    id: ClassVar[int] = 9
+    width: ClassVar[int] = 1
+    kernel: ClassVar[str] = "add_pairs"
 
-    block: int
+
+@dataclass(frozen=True)
+class SignedPairs(PairCode):
+    """Two bits per element, a sign and which of two magnitudes, (small, large): bit 1 reads as
+    large, bit 0 as a minus sign."""
+
     id: ClassVar[int] = 13
-
-    def check(self, extent: Extent) -> None:
-        check_block(self.block)
-
-    def sections(self, extent: Extent) -> list[Section]:
-        return [
-            Section(extent.real, 2 * blocks(self.block, extent.numel)),
-            Section(torch.uint8, -(-extent.numel // 4)),
-        ]
-
-    def add(
-        self, opened: Any, extent: Extent, out: Tensor, weight: float, start: Start = KEEP
-    ) -> None:
-        pairs, levels = opened
-        kernels.on(out.device).add_signed_pairs(
-            out,
-            levels,
-            pairs.view(-1, 2),
-            block=fit(self.block, extent.numel),
-            weight=weight,
-            fresh=start.fresh,
-            plus=start.plus,
-        )
+    width: ClassVar[int] = 2
+    kernel: ClassVar[str] = "add_signed_pairs"
 
 
 @dataclass(frozen=True)
