@@ -61,7 +61,7 @@ log = logging.getLogger("thinwire")
 PROGRESS = "(progress)"  # a tensor that says which ranks have worked, and which have finished
 BUFFER = "(buffer) "  # before the name of a buffer
 LOCAL_KEYS = (
-    *("inner_steps", "since", "unsent", "skipped", "shared", "bases", "outer", "parameters"),
+    *("inner_steps", "unsent", "skipped", "shared", "bases", "outer", "parameters"),
     *("buffers", "common_buffers", "inner", "round"),
 )
 
@@ -246,8 +246,7 @@ class LocalSteps(AveragingWire):
         self._learn(module)
         self.inner_steps = 0
         self.finished = False
-        self._since = 0  # steps since the last exchange began
-        self._unsent = [0] * len(self._fragments)  # and since the last of each fragment
+        self._unsent = [0] * len(self._fragments)  # steps since the last exchange of each began
         self._skipped = 0
         self._all_finished = False  # all ranks, in the last exchange
         self._shared: dict[str, Tensor] = {}  # Theta, from the first step on
@@ -380,12 +379,11 @@ class LocalSteps(AveragingWire):
         with torch.no_grad():
             self.inner_steps += 1
             self.finished = False
-            self._since += 1
             self._unsent = [steps + 1 for steps in self._unsent]
             self._check_optimizers()
             if self._round is not None and self.inner_steps >= self._round.due:
                 self._land()
-            if self._since >= self._period:
+            if min(self._unsent) >= self._period:
                 self._exchange(self._settings.overlap)
 
     @property
@@ -457,11 +455,8 @@ class LocalSteps(AveragingWire):
         which = range(len(self._fragments)) if warm else range(fragment, fragment + 1)
         progress = [float(any(self._unsent[i] for i in which)), float(finishing)]
         tensors[PROGRESS] = torch.tensor(progress, device=tensors[next(iter(tensors))].device)
-        since, self._since = self._since, 0
-        unsent, self._unsent = (
-            self._unsent,
-            [0 if i in which else steps for i, steps in enumerate(self._unsent)],
-        )
+        before = self._unsent
+        self._unsent = [0 if i in which else steps for i, steps in enumerate(before)]
         overlap = 0 if warm or finishing else overlap
         try:
             handle = self._average(tensors, together=self._together, async_op=True)
@@ -471,7 +466,7 @@ class LocalSteps(AveragingWire):
                 self._land()
         except BaseException:
             if self._round is None:  # otherwise it is still under way
-                self._since, self._unsent = since, unsent
+                self._unsent = before
             raise
 
     def _difference(self, name: str) -> Tensor:
@@ -696,7 +691,6 @@ class LocalSteps(AveragingWire):
             **super().state_dict(),
             "local": {
                 "inner_steps": self.inner_steps,
-                "since": self._since,
                 "unsent": list(self._unsent),
                 "skipped": self._skipped,
                 "shared": dict(self._shared),
@@ -732,8 +726,7 @@ class LocalSteps(AveragingWire):
         first = states[0]["local"]
         super().load_state_dict(state)
         with torch.no_grad():
-            self.inner_steps, self._since = first["inner_steps"], first["since"]
-            self._unsent = list(first["unsent"])
+            self.inner_steps, self._unsent = first["inner_steps"], list(first["unsent"])
             self._skipped, self._differences = first["skipped"], {}
             for kind, live in (("parameters", self._live), ("buffers", self._buffers)):
                 for name, tensor in live.items():
@@ -758,7 +751,7 @@ class LocalSteps(AveragingWire):
     def _check_local(self, local: Mapping[str, Any]) -> None:
         """Refuse what does not fit this model, these optimizers and these settings."""
         who = type(self).__name__
-        for key in ("inner_steps", "since", "skipped"):
+        for key in ("inner_steps", "skipped"):
             check.whole(who, key, local[key], 0)
         for kind, live in (("parameters", self._live), ("buffers", self._buffers)):
             _check_alike(f"{who}: {kind}", local[kind], live)
