@@ -1005,6 +1005,12 @@ def test_a_lost_rank_is_an_error_and_parameters_are_as_before(how: str) -> None:
 # What is refused
 
 
+@pytest.mark.parametrize("name", ["local-sgd", "post-local-sgd", "diloco", "streaming-diloco"])
+def test_an_error_of_a_recipe_names_it(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}:0: every must be a number of steps"):
+        parse(f"{name}:every=0")
+
+
 def on_refused() -> dict[str, str]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer

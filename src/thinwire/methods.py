@@ -22,8 +22,8 @@ that `attach` needs to know.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 from thinwire import check
 from thinwire.compressors import (
@@ -338,6 +338,14 @@ class AdamUpdate(NamedMethod):
         return LocalRecipe(str(self), policy, EF14(), keep=self.keep, min_numel=0)
 
 
+def _differences(
+    method: NamedMethod, every: int, compressor: Compressor, **settings: Any
+) -> LocalRecipe:
+    """Differences to the last common parameters, with the feedback that suits their compressor."""
+    feedback = feedback_for(compressor, "auto")
+    return LocalRecipe(str(method), Fixed(compressor), feedback, every=every, **settings)
+
+
 @dataclass(frozen=True)
 class LocalSGD(NamedMethod):
     """The average of the ranks' parameters every so many steps.
@@ -352,12 +360,7 @@ class LocalSGD(NamedMethod):
     name: ClassVar[str] = "local-sgd"
 
     def recipe(self) -> LocalRecipe:
-        return LocalRecipe(
-            str(self),
-            Fixed(self.compressor),
-            feedback_for(self.compressor, "auto"),
-            every=self.every,
-        )
+        return _differences(self, self.every, self.compressor)
 
 
 @dataclass(frozen=True)
@@ -376,8 +379,7 @@ class PostLocalSGD(NamedMethod):
     name: ClassVar[str] = "post-local-sgd"
 
     def recipe(self) -> LocalRecipe:
-        plain = LocalSGD(self.every, compressor=self.compressor).recipe()
-        return replace(plain, name=str(self), warmup=self.warmup)
+        return _differences(self, self.every, self.compressor, warmup=self.warmup)
 
 
 @dataclass(frozen=True)
@@ -397,9 +399,8 @@ class DiLoCo(NamedMethod):
     name: ClassVar[str] = "diloco"
 
     def recipe(self) -> LocalRecipe:
-        plain = LocalSGD(self.every, compressor=self.compressor).recipe()
         outer = OuterSGD(self.lr, self.momentum, nesterov=self.momentum > 0)
-        return replace(plain, name=str(self), outer=outer)
+        return _differences(self, self.every, self.compressor, outer=outer)
 
 
 @dataclass(frozen=True)
