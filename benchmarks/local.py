@@ -1,6 +1,6 @@
 """A transformer under AdamW: loss against bytes, of gradients, updates and local steps.
 
-    python benchmarks/local.py [--ranks 4] [--seeds 3] [--steps 600] [--tune-steps 200]
+    python benchmarks/local.py [--ranks 4] [--seeds 3] [--steps 600] [--tune-steps 150]
                                [--out benchmarks/records/NAME.json] [--picture FILE.png]
     python benchmarks/local.py --draw RECORD.json --picture FILE.png
 
@@ -28,10 +28,10 @@ from thinwire.compare.run import Comparison, shown
 from thinwire.compare.settings import ComparisonSettings
 
 METHODS = (
-    *("ddp", "quantize:4", "powersgd:4", "topk:0.01", "onebit-adam", "demo"),
-    *("adam-update:0.01", "adam-update:0.02", "local-sgd:4,compressor=(onebit)"),
-    *("local-sgd:12,compressor=(quantize:4)", "diloco:15", "diloco:50", "sparseloco:15"),
-    *("sparseloco:50", "sparseloco:50,average=senders", "streaming-diloco:48"),
+    *("ddp", "quantize:4", "powersgd:4", "onebit-adam", "demo"),
+    *("adam-update:0.01", "adam-update:0.019,keep=0.7", "local-sgd:4,compressor=(onebit)"),
+    *("local-sgd:12,compressor=(quantize:4)", "diloco:15", "diloco:50", "streaming-diloco:48"),
+    *("sparseloco:15", "sparseloco:50"),
 )
 RATES = (0.5, 1.0, 2.0)  # times the workload's learning rate
 RATE = 3e-3  # the workload's
@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, help="ranks on this machine (4)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method (3)")
     parser.add_argument("--steps", type=int, default=600, help="steps of a run (600)")
-    parser.add_argument("--tune-steps", type=int, default=200, help="of a trial, 0 for none (200)")
+    parser.add_argument("--tune-steps", type=int, default=150, help="of a trial, 0 for none (150)")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="to train with; ddp first")
     parser.add_argument("--link", default="100mbit", help=argparse.SUPPRESS)
     parser.add_argument("--tuned", type=Path, help="take the learning rates of this record")
