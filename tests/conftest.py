@@ -1,6 +1,7 @@
 """What all tests share: two threads, repeatable Hypothesis examples, no network."""
 
 import os
+import signal
 import socket
 
 import hypothesis
@@ -98,7 +99,10 @@ def pytest_configure(config):
     """A process that shares the tests has the server of ranks in common with the others.
 
     The server comes first: what it has not compiled when tests want it, each compiles for itself.
+    A shell starts what is to run behind it deaf to Ctrl-C, which programs inherit.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if address := getattr(config, "workerinput", {}).get("ranks"):
         os.nice(NICENESS)
         ranks.join(address)

@@ -15,6 +15,7 @@ from pathlib import Path
 import comparisons
 import pytest
 import ranks
+import torch
 
 from thinwire.cli import main
 from thinwire.compare import analysis, counters
@@ -29,7 +30,7 @@ from thinwire.compare.method import (
     uses_of_method,
 )
 from thinwire.compare.place import cluster_of
-from thinwire.compare.rank import Job, RankPlan, RankRecord, heard, tell
+from thinwire.compare.rank import Job, RankPlan, RankRecord, Timer, heard, tell
 from thinwire.compare.run import Comparison, reason
 from thinwire.compare.settings import (
     METHODS,
@@ -37,10 +38,10 @@ from thinwire.compare.settings import (
     ComparisonSettingError,
     ComparisonSettings,
 )
-from thinwire.compare.training import shared_out
+from thinwire.compare.training import Training, shared_out
 from thinwire.lab import HostFailedError, Lab, Loopback, Result
 from thinwire.report import read_document
-from thinwire.workloads import workload
+from thinwire.workloads import Workload, workload
 
 SMALL = "images:batch_size=4,per_class=20,test_per_class=5,width=4"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -682,6 +683,51 @@ def test_times_are_projected_where_there_is_no_lab(forked):
     onebit, copy = runs["onebit+ef14"], 4 * document.settings.parameters
     assert onebit.bytes_reported / onebit.steps < copy < 1e6 * runs["ddp"].megabytes[0]
     assert runs[STREAMING].tensors
+
+
+class Apart(Workload):
+    """Ranks that want parameters of their own, and have them after a step."""
+
+    name, metric, higher_is_better, default_steps = "apart", "loss", False, 8
+    rising = falling = 0.0
+    batch_size = 1
+
+    def build(self):
+        return torch.nn.Linear(1, 1, bias=False)
+
+    def epoch(self, generator):
+        wanted = torch.tensor([[-1.0], [1.0]] * 100)
+        return wanted.abs(), wanted
+
+    def batches(self, rank=0, world=1, seed=0):
+        while True:
+            yield torch.ones(1, 1), torch.tensor([[-1.0, 1.0][rank]])
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().sum() / 2
+
+    def optimizer(self, model):
+        with torch.no_grad():
+            model.module.weight.fill_(3.0)
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def evaluate(self, model):
+        return model.weight.item()
+
+
+def losses_apart(method):
+    plan = RankPlan((Job(read(method), 0),), 60.0, loopback=True, steps=8, evaluations=1)
+    timer = Timer(60.0)
+    try:
+        found = Training(Apart(), plan.jobs[0], plan, timer).run()
+    finally:
+        timer.stop()
+    return found.losses
+
+
+def test_the_loss_of_local_steps_is_that_of_what_all_ranks_hold():
+    first, second = ranks.run(losses_apart, "local-sgd:4", ranks=2)
+    assert (first, second) == ([8.0] * 4 + [0.5] * 4, [2.0] * 4 + [0.5] * 4)
 
 
 SCRIPT = """

@@ -1,11 +1,13 @@
 """Training with one method on one rank: the method's hook, what is measured, the loop itself."""
 
+import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from typing import Any
 
 import torch
@@ -23,10 +25,12 @@ from thinwire.parallel import LocalSteps, attach
 from thinwire.parallel.local import PROGRESS
 from thinwire.parallel.replicas import check_replicas
 from thinwire.parallel.wire import Wire
-from thinwire.workloads import Workload
+from thinwire.workloads import Batch, Workload
 
 PROBE_STEPS = 5  # that tell how many steps there is time for
 _MEASUREMENTS = 4  # of the compression error in a training
+_COMMON_LOSSES = 60  # of what all ranks hold, in a training with local steps, at most
+_COMMON_BATCHES = 5  # that one of them is the mean over, at most
 _EVENT_SECONDS = 0.3  # between two lines on how far it has come
 _POWERSGD_START = 2  # the step from which it compresses, the least that it takes (default 1000)
 _TENSOR = ("numel", "ratio", "relative_error", "bytes_sent", "compressor", "collective")
@@ -235,7 +239,65 @@ def shared_out(found: RankRecord, every: int) -> RankRecord:
     )
 
 
-# Local steps in a script
+# Local steps
+
+
+class CommonLoss:
+    """The loss of what all ranks hold, of one exchange after the other.
+
+    That of each rank's own parameters is lower: they have just been fitted to the rank's batches.
+    It is taken on batches before they are trained on, as plain DDP's is.
+
+    Attributes:
+        value: the last.
+    """
+
+    def __init__(
+        self, task: Workload, model: nn.Module, local: LocalSteps, meter: TrainingMeter, steps: int
+    ) -> None:
+        self._task, self._model, self._local, self._meter = task, model, local, meter
+        self._every = max(1, steps // _COMMON_LOSSES)
+        self._measured_step = self._measured_exchange = -1
+        self.value = math.nan
+
+    def take(self, step: int, batches: "Lookahead") -> None:
+        """Before a step, on all ranks; the time for it does not count.
+
+        Only when an exchange has ended: then ranks have waited for each other already, and no
+        exchange goes on while nobody counts.
+        """
+        passed = step - self._measured_step
+        new = self._local.step != self._measured_exchange
+        if not new or passed < self._every or self._local.exchanging:
+            return
+        number = min(passed, _COMMON_BATCHES) if step > 1 else 1
+        self._measured_step, self._measured_exchange = step, self._local.step
+        self._meter.pause()
+        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        with self._local.common_parameters(), torch.no_grad():
+            losses = [self._task.loss(self._model, batch).item() for batch in batches.ahead(number)]
+            for name, buffer in self._model.named_buffers():
+                buffer.copy_(buffers[name])
+        self.value = statistics.fmean(losses)
+        dist.barrier()
+        self._meter.resume()
+
+
+class Lookahead:
+    """Batches that can be looked at before they are due."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._ahead: deque[Batch] = deque()
+
+    def take(self) -> Batch:
+        """The next one."""
+        return self._ahead.popleft() if self._ahead else next(self._batches)
+
+    def ahead(self, count: int) -> list[Batch]:
+        """The next ones, which are to come all the same."""
+        self._ahead.extend(islice(self._batches, max(0, count - len(self._ahead))))
+        return list(islice(self._ahead, count))
 
 
 class ScriptLocalSteps(LocalSteps):
@@ -366,9 +428,16 @@ class Training:
         meter.watch(model)
         due = {max(1, round(steps * i / evaluations)) for i in range(1, evaluations + 1)}
         dist.barrier()
+        common = None
+        if local is not None and evaluations:
+            common = CommonLoss(task, model.module, local, meter, steps)
+        batches = Lookahead(task.batches(self._rank, self._world, seed))
         meter.start()
-        for step, batch in enumerate(task.batches(self._rank, self._world, seed), 1):
+        for step in count(1):
             self._timer.restart()
+            if common is not None:
+                common.take(step, batches)
+            batch = batches.take()
             optimizer.zero_grad()
             with model.no_sync() if alone else nullcontext():
                 loss = task.loss(model, batch)
@@ -380,7 +449,7 @@ class Training:
                 meter.backward_ended()
                 optimizer.step()
             schedule.step()
-            meter.stepped(loss.item(), steps)
+            meter.stepped(loss.item() if common is None else common.value, steps)
             ended = step >= steps
             if ended and local is not None:
                 self._timer.restart()

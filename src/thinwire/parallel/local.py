@@ -592,6 +592,11 @@ class LocalSteps(AveragingWire):
 
     # Figures.
 
+    @property
+    def exchanging(self) -> bool:
+        """Whether an exchange is under way beside the steps (`overlap`)."""
+        return self._round is not None
+
     def stats(self) -> LocalStats:
         """Bytes, seconds and errors so far, as of a wire whose steps are exchanges; with the
         optimizer's steps, and bytes for each of them and for each round."""
