@@ -2,12 +2,14 @@
 
     python benchmarks/local.py [--ranks 4] [--seeds 3] [--steps 600] [--tune-steps 150]
                                [--out benchmarks/records/NAME.json] [--picture FILE.png]
+                               [--progress FILE]
     python benchmarks/local.py --draw RECORD.json --picture FILE.png
 
 Every method trains the bundled text workload from the same seeds on loopback: figures of loss and
 bytes, not of speed. First each method tries the same few learning rates, times the workload's own
 (DeMo: times its own), for fewer steps and from a seed of its own; the best is what it then trains
-with. All else is each method's default.
+with. All else is each method's default. With --progress a run that was interrupted goes on where it
+was, on the same commit.
 """
 
 import argparse
@@ -26,12 +28,13 @@ from rich.table import Table
 from thinwire.compare.document import Document
 from thinwire.compare.run import Comparison, shown
 from thinwire.compare.settings import ComparisonSettings
+from thinwire.machine import versions
 
 METHODS = (
-    *("ddp", "quantize:4", "powersgd:4", "onebit-adam", "demo"),
-    *("adam-update:0.01", "adam-update:0.019,keep=0.7", "local-sgd:4,compressor=(onebit)"),
-    *("local-sgd:12,compressor=(quantize:4)", "diloco:15", "diloco:50", "streaming-diloco:48"),
-    *("sparseloco:15", "sparseloco:50"),
+    *("ddp", "adam-update:0.01", "local-sgd:12,compressor=(quantize:4)", "sparseloco:50"),
+    *("sparseloco:15", "diloco:15", "diloco:50", "quantize:4", "powersgd:4", "demo"),
+    *("onebit-adam", "adam-update:0.019,keep=0.7", "local-sgd:4,compressor=(onebit)"),
+    *("streaming-diloco:48",),
 )
 RATES = (0.5, 1.0, 2.0)  # times the workload's learning rate
 RATE = 3e-3  # the workload's
@@ -91,25 +94,47 @@ def mean(row: dict[str, Any]) -> float:
     return float(sum(row["nll"]) / len(row["nll"]))
 
 
-def best_rates(tried: list[dict[str, Any]]) -> dict[str, float]:
-    """The learning rate of each method with the lowest loss."""
-    found: dict[str, tuple[float, float]] = {}
-    for row in tried:
-        loss = mean(row) if math.isfinite(mean(row)) else math.inf
-        found[row["method"]] = min(
-            found.get(row["method"], (math.inf, RATE)), (loss, row["learning_rate"])
-        )
-    return {method: rate for method, (_, rate) in found.items()}
+def best_rate(tried: list[dict[str, Any]]) -> float:
+    """The learning rate with the lowest loss; the workload's own if none was tried."""
+
+    def loss(row: dict[str, Any]) -> float:
+        return mean(row) if math.isfinite(mean(row)) else math.inf
+
+    return float(min(tried, key=loss)["learning_rate"]) if tried else RATE
 
 
-def tune(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    tried = []
-    for factor in RATES:
-        rate = factor * RATE
-        console.print(f"learning rate {rate:g}, {options.tune_steps} steps")
-        document = compare(options, rate, options.methods, options.tune_steps, (TUNING_SEED,))
-        tried += rows_of(document, rate)
-    return tried
+class Progress:
+    """What has been trained so far, a line of a file for each training of a method."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._rows: dict[str, dict[str, Any]] = {}
+        commit = versions()["commit"]
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                found = json.loads(line)
+                if found["commit"] != commit:
+                    raise SystemExit(f"{path} is of commit {found['commit']}: name another file")
+                self._rows[found["key"]] = found["row"]
+        self._commit = commit
+
+    def row(
+        self,
+        options: argparse.Namespace,
+        rate: float,
+        method: str,
+        steps: int,
+        seeds: tuple[int, ...],
+    ) -> dict[str, Any]:
+        key = json.dumps([options.ranks, rate, method, steps, seeds])
+        if key not in self._rows:
+            (row,) = rows_of(compare(options, rate, [method], steps, seeds), rate)
+            self._rows[key] = {**row, "method": method}
+            if self._path is not None:
+                line = {"commit": self._commit, "key": key, "row": self._rows[key]}
+                with self._path.open("a") as file:
+                    file.write(f"{json.dumps(line)}\n")
+        return self._rows[key]
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
@@ -197,7 +222,7 @@ def main() -> int:
     parser.add_argument("--tune-steps", type=int, default=150, help="of a trial, 0 for none (150)")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="to train with; ddp first")
     parser.add_argument("--link", default="100mbit", help=argparse.SUPPRESS)
-    parser.add_argument("--tuned", type=Path, help="take the learning rates of this record")
+    parser.add_argument("--progress", type=Path, help="note here what is done, and go on from it")
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--draw", type=Path, help="draw this record, train nothing")
     parser.add_argument("--picture", type=Path, help="draw loss against bytes as a PNG")
@@ -208,24 +233,21 @@ def main() -> int:
         draw(json.loads(options.draw.read_text())["measured"]["trained"], options.picture)
         return 0
     console = Console(width=120)
+    progress = Progress(options.progress)
     tried: list[dict[str, Any]] = []
-    if options.tuned:
-        tried = json.loads(options.tuned.read_text())["measured"]["tried"]
-    elif options.tune_steps:
-        tried = tune(options, console)
+    rows: list[dict[str, Any]] = []
+    for method in options.methods:
+        own = [
+            progress.row(options, factor * RATE, method, options.tune_steps, (TUNING_SEED,))
+            for factor in (RATES if options.tune_steps else ())
+        ]
+        tried += own
+        rate = best_rate(own)
+        console.print(f"{method}: learning rate {rate:g}")
+        seeds = tuple(range(options.seeds))
+        rows.append(progress.row(options, rate, method, options.steps, seeds))
     if tried:
         console.print(table_of(tried))
-    rates = best_rates(tried)
-    groups: dict[float, list[str]] = {}
-    names = {row["method"] for row in tried}
-    for method in options.methods:
-        known = next((name for name in names if name.startswith(method)), method)
-        groups.setdefault(rates.get(known, RATE), []).append(method)
-    rows: list[dict[str, Any]] = []
-    seeds = tuple(range(options.seeds))
-    for rate, methods in groups.items():
-        rows += rows_of(compare(options, rate, methods, options.steps, seeds), rate)
-    rows.sort(key=lambda row: row["method"] != "ddp")
     console.print(table_of(rows))
     if options.picture:
         draw(rows, options.picture)
