@@ -234,6 +234,134 @@ def is_fsdp1(module: Any) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
+def is_fully_sharded(module: Any) -> bool:
+    """Whether `fully_shard` was applied to a module (FSDP2); its import takes as long."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+class ParameterShard(NamedTuple):
+    """How a parameter lies on the ranks that share it.
+
+    Args:
+        parameter: as the optimizer sees it, a DTensor.
+        shape: of the whole.
+        padded: of a rank's part, which is padded with zeros to this.
+        own: of this rank's part.
+        dim: along which it is cut.
+        data: this rank's part, padded and flat.
+        dtype: in which its gradients are reduced.
+    """
+
+    parameter: Any
+    shape: torch.Size
+    padded: torch.Size
+    own: torch.Size
+    dim: int
+    data: Tensor
+    dtype: torch.dtype
+
+
+class ShardGroup(NamedTuple):
+    """The parameters that FSDP gathers and reduces together.
+
+    Args:
+        module: to which `fully_shard` was applied.
+        shards: in the order in which they lie in what is gathered and reduced.
+        group: over whose ranks they are cut.
+        replicated: whether FSDP itself averages over replicas (HSDP on a mesh of two dimensions).
+    """
+
+    module: Any
+    shards: tuple[ParameterShard, ...]
+    group: dist.ProcessGroup
+    replicated: bool
+
+
+def shard_groups(model: Any) -> list[ShardGroup]:
+    """All of a model. Which parameters lie where in FSDP's buffers no public function tells."""
+    found = []
+    for module in model.modules():
+        if not is_fully_sharded(module):
+            continue
+        for group in _fsdp_groups(module):
+            mesh = group.mesh_info
+            if not hasattr(mesh, "shard_process_group"):
+                raise TypeError(
+                    f"{type(module).__name__} is replicated by torch's replicate(), not sharded: "
+                    "wrap the model in DistributedDataParallel, or shard it with fully_shard"
+                )
+            shards = tuple(
+                ParameterShard(
+                    each.sharded_param,
+                    each._orig_size,
+                    each.padded_sharded_param_size,
+                    each.sharded_size,
+                    each.fsdp_placement.dim,
+                    each._sharded_param_data,
+                    group.mp_policy.reduce_dtype
+                    or group.mp_policy.param_dtype
+                    or each._sharded_param_data.dtype,
+                )
+                for each in group.fsdp_params
+            )
+            replicated = hasattr(mesh, "replicate_process_group")
+            found.append(ShardGroup(module, shards, mesh.shard_process_group, replicated))
+    return found
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def gathers_for_backward(module: Any) -> bool:
+    """Whether FSDP is about to gather a module's parameters for its backward pass.
+
+    It was told so by nobody, and what is gathered then is what the forward pass had.
+    """
+    return any(group._training_state.name == "PRE_BACKWARD" for group in _fsdp_groups(module))
+
+
+def restore_collectives(module: Any) -> None:
+    """Have a module of FSDP gather and reduce by itself again; there are functions to set a
+    collective of one's own, but none to take it back."""
+    fresh: Any = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_collectives"]
+    for group in _fsdp_groups(module):
+        group._all_gather_comm = fresh.DefaultAllGather()
+        group._reduce_scatter_comm = fresh.DefaultReduceScatter()
+
+
+def restore_all_reduce(module: Any) -> None:
+    """Take back a hook that was set with `set_all_reduce_hook`."""
+    for group in _fsdp_groups(module):
+        group._all_reduce_hook = None
+
+
+def has_own_collectives(module: Any) -> bool:
+    """Whether somebody has set collectives or a hook of a module of FSDP already."""
+    fresh: Any = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_collectives"]
+    return any(
+        type(group._all_gather_comm) is not fresh.DefaultAllGather
+        or type(group._reduce_scatter_comm) is not fresh.DefaultReduceScatter
+        or group._all_reduce_hook is not None
+        for group in _fsdp_groups(module)
+    )
+
+
+def backward_pass() -> int:
+    """A number of the backward pass that this thread is in; -1 if in none.
+
+    A pass that an error has ended calls nobody back: the next is known by another number.
+    """
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
 def uncompiled(model: Any) -> Any:
     """The module that torch.compile was given; no public attribute leads back to it."""
     return getattr(model, "_orig_mod", model)

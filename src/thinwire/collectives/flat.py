@@ -6,6 +6,7 @@ from thinwire.collectives.gather import Gather
 from thinwire.collectives.joint import JointSearch
 from thinwire.collectives.memory import Load
 from thinwire.collectives.reduction import Reduction
+from thinwire.collectives.scatter import SCATTER, Scatter
 from thinwire.collectives.sparse import SparseRegions
 from thinwire.collectives.summable import BackendSum, UncompressedSum
 from thinwire.collectives.twoshot import TwoShot
@@ -17,6 +18,7 @@ _ALGORITHMS: dict[str, type[Algorithm]] = {
     "twoshot": TwoShot,
     "sparse": SparseRegions,
     "joint": JointSearch,
+    SCATTER: Scatter,
 }
 
 

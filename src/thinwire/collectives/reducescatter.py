@@ -1,4 +1,4 @@
-"""reduce_scatter: the first half of two-shot, for callers that want one shard of the sum."""
+"""reduce_scatter: for callers that want one shard of the sum (`thinwire.collectives.scatter`)."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ from thinwire.collectives.exchange import (
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import guard
 from thinwire.collectives.options import Group, Options, ReduceOp, Timeout
-from thinwire.collectives.reduction import FlatTensors, Part, Reduction
+from thinwire.collectives.reduction import FlatTensors, Reduction
+from thinwire.collectives.scatter import SCATTER, Scatter
 from thinwire.collectives.transport import Transport
-from thinwire.collectives.twoshot import Shards, ShardSwap
 from thinwire.compressors import Compressor, LocalCompressor, local_of
 from thinwire.compressors.compiling import uses_of
 from thinwire.kernels import Key
@@ -38,10 +38,6 @@ def reduce_scatter(
     key: Key | None = None,
 ) -> Handle:
     """The sum or average over ranks of what each has for this rank, compressed on the way.
-
-    1. Draft a payload for every other rank's shard; meet (lengths); all-to-all.
-    2. Output <- weight * (x + r of this rank uncompressed, plus the decoded shards of the others).
-    3. Residual <- (x + r) - payload for the shards of others, zero for the own shard.
 
     (P - 1) / P payloads leave each rank.
 
@@ -112,32 +108,25 @@ class ReduceScatter(Exchange):
         return uses_of([self._compressor], [self._output.dtype], self.device)
 
     def prepare(self) -> None:
-        self.handle.account.collective = "reduce_scatter"
+        self.handle.account.collective = SCATTER
         self._flat = FlatTensors(self._inputs, self._residuals, self._key)
         reduction = Reduction(
             self._flat.parts, self._compressor, self._weight, self.options.max_bytes
         )
-        guard("reduce_scatter", reduction, self.size)
-        shards = _shards(reduction.parts, self.size)
-        (self._own,) = shards[self.rank]
-        self._swap = ShardSwap(reduction, shards, self.rank, "reduce_scatter")
-        self._swap.prepare()
-        self._swap.finite = self._swap.finite and self._own.finite
+        guard(SCATTER, reduction, self.size)
+        # One tensor in equal parts, or as many tensors as there are ranks.
+        shards = [[part] for part in reduction.parts] if len(reduction.parts) > 1 else None
+        self._algorithm = Scatter(reduction, self.rank, self.size, shards)
+        self._algorithm.prepare()
 
     def exchange(self, transport: Transport) -> None:
-        self._swap.exchange(transport)
-        self.handle.account.finite = self._swap.finite
-        with transport.clock("decode"):
-            (self._total,) = self._swap.sums()
+        self._algorithm.exchange(transport)
+        self.handle.account.finite = self._algorithm.finite
 
     def finish(self) -> None:
-        if self._swap.finite:
-            self._swap.settle()
-            if self._own.r is not None:
-                self._own.r.zero_()
-        if self._weight != 1:
-            self._total.mul_(self._weight)
-        self._output.copy_(self._total.view_as(self._output))
+        self._algorithm.settle()
+        (total,) = self._algorithm.sums
+        self._output.copy_(total.view_as(self._output))
         self._flat.write_back(tensors=False)
 
 
@@ -149,10 +138,3 @@ def _as_list(residual: Tensor | Sequence[Tensor | None] | None, count: int) -> l
     if len(given) != count:
         raise ValueError(f"{len(given)} residuals for {count} inputs")
     return given
-
-
-def _shards(parts: list[Part], size: int) -> Shards:
-    if len(parts) > 1:
-        return [[part] for part in parts]
-    (part,) = parts
-    return [[part.shard(j, size)] for j in range(size)]

@@ -42,7 +42,7 @@ class TwoShot(PayloadAlgorithm):
         with transport.preparing():
             self._sums = self._swap.sums()
             means = [
-                _narrowed(total, self.weight, part)
+                narrowed(total, self.weight, part)
                 for total, part in zip(self._sums, own, strict=True)
             ]
             self._second = [
@@ -159,7 +159,7 @@ def settle_shards(shards: Shards, sent: list[list[Payload]], compressor: LocalCo
                 part.settle(compressor, payload)
 
 
-def _narrowed(total: Tensor, weight: float, part: Part) -> Tensor:
+def narrowed(total: Tensor, weight: float, part: Part) -> Tensor:
     """weight * total in the tensor's own type: that decides how wide values are sent."""
     scaled = total if weight == 1 else total * weight
     return scaled.to(part.x.dtype)

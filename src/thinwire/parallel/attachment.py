@@ -7,14 +7,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.collectives.options import NodesGiven, Timeout
+from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback
 from thinwire.parallel.configuration import CompressorGiven, Configuration, Scaler
 from thinwire.parallel.ddp import DDPHook, hook_of
 from thinwire.parallel.local import FOLLOWED
 from thinwire.parallel.model import described, not_ddp, parameter_names
 from thinwire.parallel.plan import Planner
+from thinwire.parallel.sharded import attach_sharded, sharded_wire_of
+from thinwire.parallel.shards import Replicas, named_groups, replicas_of
+from thinwire.parallel.weights import WeightSettings
 from thinwire.parallel.wire import Wire
-from thinwire.torch_internals import uncompiled
+from thinwire.torch_internals import is_fully_sharded, uncompiled
 
 
 def attach(
@@ -35,8 +39,11 @@ def attach(
     timeout: Timeout = None,
     check_every: int = 0,
     measure_every: int = 100,
+    weights: Compressor | str | None = None,
+    resync_every: int = 1000,
+    replicate: Replicas | None = None,
 ) -> Wire:
-    """Compress what a DistributedDataParallel model exchanges in its backward passes.
+    """Compress what a DistributedDataParallel or sharded model exchanges in its backward passes.
 
     For a training loop without DDP there is `thinwire.Reducer`, which does the same.
 
@@ -45,8 +52,9 @@ def attach(
     backward goes on. Errors come out of ``backward()``.
 
     Args:
-        model: a DistributedDataParallel module without a communication hook (torch.compile around
-            it or inside it is fine).
+        model: a DistributedDataParallel module without a communication hook, or one that
+            `fully_shard` was applied to (FSDP2, see docs/fsdp.md). torch.compile around it or
+            inside it is fine.
         compressor: a compressor or a policy that chooses one, or the spec of either ("topk:0.01",
             "auto", see docs/policies.md); a method or its spec ("dgc:0.001", see `thinwire
             methods`); or a function from a parameter's name to a compressor or its spec, or to None
@@ -74,6 +82,13 @@ def attach(
         seed: for compressors that draw random numbers; the same on all ranks.
         check_every: compare the replicas every so many steps; 0 for never.
         measure_every: steps between two measurements of the compression error; 0 for never.
+        weights: for a sharded model, a compressor or its spec ("quantize:8"): its parameters are
+            gathered as differences to what all ranks hold, of which each rank keeps a copy.
+        resync_every: gathers of a module after which its parameters are sent as they are; 0 for
+            only the first time.
+        replicate: for a sharded model of which there are replicas (HSDP), their group or mesh
+            (``mesh["replicate"]``): what is averaged over them is compressed, and FSDP reduces
+            inside of a replica by itself. The model is sharded on ``mesh["shard"]`` alone.
 
     Returns:
         The wire: `stats`, `summary`, `explain`, `state_dict`, `load_state_dict`, `detach`.
@@ -83,20 +98,36 @@ def attach(
         wire = tw.attach(model, "topk:0.01", feedback="ef14")
     """
     ddp = uncompiled(model)
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"attach takes a DistributedDataParallel model, {not_ddp(ddp)}")
+    sharded = any(map(is_fully_sharded, ddp.modules())) if isinstance(ddp, nn.Module) else False
+    if not sharded and not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"attach takes a DistributedDataParallel model, or one that fully_shard was applied "
+            f"to, {not_ddp(ddp)}"
+        )
     if ddp in FOLLOWED:
         raise ValueError(
             "this model takes local steps, which exchange no gradients: detach LocalSteps first"
+        )
+    if not sharded and (replicate is not None or weights is not None):
+        raise ValueError(
+            "weights= and replicate= are for a model that fully_shard was applied to: DDP sends "
+            "no parameters, and averages over all ranks of its process group"
+        )
+    if replicate is not None and weights is not None:
+        raise ValueError(
+            "weights= goes without replicate=: with replicas parameters are gathered inside of "
+            "one, where links are fast"
         )
     named = parameter_names(ddp)
     trained = {name: parameter for parameter, name in named if parameter.requires_grad}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
-            raise TypeError(f"{name}: DDP hooks cannot carry {parameter.dtype} parameters")
+            raise TypeError(f"{name}: hooks cannot carry {parameter.dtype} parameters")
+    groups = named_groups(ddp) if sharded else []
+    replicas = None if replicate is None else replicas_of(replicate)
     configuration = Configuration.of(
         compressor,
-        ddp.process_group,
+        (replicas or groups[0].group) if sharded else ddp.process_group,
         feedback=feedback,
         collective=collective,
         nodes=nodes,
@@ -112,6 +143,11 @@ def attach(
         measure_every=measure_every,
     )
     configuration.check_exclude([name for _, name in named], "parameter")
+    if sharded:
+        settings = None
+        if weights is not None:
+            settings = WeightSettings.of(weights, resync_every, configuration.exclude, seed)
+        return attach_sharded(ddp, groups, configuration, granularity, replicas, settings)
     wire = Wire(configuration)
     hook = DDPHook(
         wire,
@@ -133,13 +169,14 @@ def attach(
 
 
 def wire_of(model: nn.Module) -> Wire | None:
-    """The wire that is attached to a DistributedDataParallel model (torch.compile around it or
-    not), or None.
+    """The wire that is attached to a DistributedDataParallel or sharded model (torch.compile around
+    it or not), or None.
 
     Example:
         wire = tw.wire_of(model)
         if wire is not None:
             print(wire.summary())
     """
-    hook = hook_of(uncompiled(model))
-    return None if hook is None else hook.wire
+    inner = uncompiled(model)
+    hook = hook_of(inner)
+    return sharded_wire_of(inner) if hook is None else hook.wire

@@ -77,6 +77,9 @@ class Wire:
         step: backward passes with an exchange so far; calls of `Reducer.average`.
     """
 
+    # What suits Adam, where a compressor does not.
+    _advice = 'tw.LocalSteps(model, optimizer, "adam-update"), "quantize:4" or "powersgd:4"'
+
     def __init__(self, configuration: Configuration) -> None:
         self.step = 0
         self._configuration = configuration
@@ -215,9 +218,8 @@ class Wire:
             if why is not None:
                 warnings.warn(
                     f"{found.name} divides by a running second moment of the gradient, and {why}. "
-                    "Training will be slower than uncompressed, or end at a higher loss. Use "
-                    'tw.LocalSteps(model, optimizer, "adam-update"), "quantize:4" or "powersgd:4" '
-                    "instead (docs/which-method.md)",
+                    f"Training will be slower than uncompressed, or end at a higher loss. Use "
+                    f"{self._advice} instead (docs/which-method.md)",
                     ThinwireWarning,
                     stacklevel=3,
                 )
@@ -313,8 +315,16 @@ class Wire:
             "scale": self._scale,
             "layout": [list(names) for names in layout],
             "policy": self._choices.state(),
-            "reducer": self._reducer.state_dict(),
+            "reducer": self._reducer_state(),
         }
+
+    def _reducer_state(self) -> dict[str, Any]:
+        """What is remembered, as it is saved."""
+        return self._reducer.state_dict()
+
+    def _adopt(self, state: ReducerState) -> None:
+        """Go on with what was saved."""
+        self._reducer.adopt(state)
 
     def gathered_state_dict(self, *, everywhere: bool = False) -> dict[str, Any]:
         """What all ranks need to go on, in one: for programs that save on rank 0 and load on all.
@@ -357,7 +367,7 @@ class Wire:
         own = [one["reducer"] for one in states]
         reducer = ReducerState.of(who, own, self._reducer.feedback, self._expected())
         self._choices.load(first["policy"], first["step"])  # all of it, or an error and nothing
-        self._reducer.adopt(reducer)
+        self._adopt(reducer)
         self.step, self._scale = first["step"], first["scale"]
         self._layout = layout
         if self._hook is not None:

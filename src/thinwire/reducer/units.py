@@ -14,6 +14,7 @@ import torch.distributed as dist
 from thinwire.collectives.channel import process_group
 from thinwire.collectives.nodes import NodeLayout
 from thinwire.collectives.options import SENDERS, Options
+from thinwire.collectives.scatter import SCATTER
 from thinwire.compressors import Compressor, JointCompressor, NoCompression, compressor_of
 from thinwire.compressors.base import FLOATS
 from thinwire.feedback import (
@@ -143,6 +144,8 @@ class UnitReducer:
     def _options_for(self, units: Sequence[Unit], compressor: Compressor) -> Options:
         """What is small is sooner sent uncompressed than divided among nodes."""
         small = sum(unit.num_bytes for unit in units) < DIVIDED
+        if self.options.collective == SCATTER:
+            return self.options
         if compressor is UNCOMPRESSED and (small or self.options.nodes is None):
             return replace(self.options, collective="auto", nodes=None)
         return self.options
