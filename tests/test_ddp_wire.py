@@ -175,20 +175,23 @@ REFUSED = {
         lambda: tw.attach(with_python_reducer(), "none"),
         "ValueError: this model was made with torch._dynamo.config.optimize_ddp",
     ),
-    "bare": (lambda: tw.attach(net(), "none"), "TypeError: attach takes a DistributedDataParallel"),
+    "bare": (
+        lambda: tw.attach(net(), "none"),
+        "TypeError: attach takes a sharded (fully_shard) or DistributedDataParallel",
+    ),
     "module inside": (
         lambda: tw.attach(SimpleNamespace(strategy=SimpleNamespace(model=plain())), "none"),
-        "TypeError: attach takes a DistributedDataParallel model, got SimpleNamespace, whose DDP "
+        "TypeError: attach takes a sharded (fully_shard) or DistributedDataParallel model, got SimpleNamespace, whose DDP "
         "model is its .strategy.model: attach to that",
     ),
     "compiled inside": (
         lambda: tw.attach(SimpleNamespace(module=SimpleNamespace(_orig_mod=plain())), "none"),
-        "TypeError: attach takes a DistributedDataParallel model, got SimpleNamespace, whose DDP "
+        "TypeError: attach takes a sharded (fully_shard) or DistributedDataParallel model, got SimpleNamespace, whose DDP "
         "model is its .module: attach to that",
     ),
     "class": (
         lambda: tw.attach(DistributedDataParallel, "none"),
-        "TypeError: attach takes a DistributedDataParallel model, DistributedDataParallel is a c",
+        "TypeError: attach takes a sharded (fully_shard) or DistributedDataParallel model, DistributedDataParallel is a c",
     ),
     "class of a compressor": (lambda: wired(tw.TopK), "TypeError: expected a policy, a compress"),
     "class of a feedback": (
@@ -199,7 +202,10 @@ REFUSED = {
         lambda: wired(scaler=torch.amp.GradScaler),
         "TypeError: scaler must be a GradScaler, got the class GradScaler",
     ),
-    "list": (lambda: tw.attach([], "none"), "TypeError: attach takes a DistributedDataParallel"),
+    "list": (
+        lambda: tw.attach([], "none"),
+        "TypeError: attach takes a sharded (fully_shard) or DistributedDataParallel",
+    ),
     "spec": (lambda: wired("topq:0.1"), "ValueError: "),
     "number": (lambda: wired(0.1), "TypeError: expected a policy, a compressor or a s"),
     "function": (

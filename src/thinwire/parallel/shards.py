@@ -83,6 +83,14 @@ class NamedShard:
         padded[: own.numel()].copy_(own)
         return padded
 
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The flat parameter of flat parts, of which there may be another number."""
+        shape, dim = self.place.shape, self.place.dim
+        if not dim:
+            return torch.cat(list(parts))
+        each = [*shape[:dim], shape[dim] // len(parts), *shape[dim + 1 :]]
+        return torch.cat([part.view(each) for part in parts], dim).reshape(-1)
+
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a flat parameter."""
         return self.own(self.rows(whole).view(self.count, -1)[self.index])
