@@ -110,7 +110,7 @@ def test_every_example_says_how_to_run_it(path):
 
 
 def test_fsdp_goes_on_with_another_number_of_ranks(tmp_path):
-    folder, options = str(tmp_path / "checkpoint"), ("--width", "16")
+    folder, options = str(tmp_path / "checkpoint"), ("--width", "32")
     saved = started(2, "fsdp.py", *options, "--steps", "4", "--save", folder)
     assert "quantize:4" in saved
     assert "blocks.0 (parameters)" in saved
