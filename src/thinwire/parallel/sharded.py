@@ -605,7 +605,9 @@ class ReplicaHook(ShardedHook):
         every = self.wire._configuration.check_every
         # Nobody else looks whether replicas begin alike.
         if here.step == 1 or (every and here.step % every == 0):
-            shards = {s.name: s.place.data for group in self._groups for s in group.shards}
+            shards = {
+                s.name: s.place.parameter.to_local() for group in self._groups for s in group.shards
+            }
             check = ReplicaCheck(shards, self._reducer.options)
             here.follow(check.start(async_op=True), set())
 

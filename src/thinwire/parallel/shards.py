@@ -142,6 +142,11 @@ def named_groups(model: nn.Module) -> list[NamedGroup]:
         )
     if any(each.replicated for each in found):
         raise ValueError(TWO_DIMENSIONS)
+    if any(shard.data.is_meta for each in found for shard in each.shards):
+        raise ValueError(
+            "parameters of this model are on the meta device: give them memory and values "
+            "(to_empty, then initialise or load) before attach"
+        )
     names = {id(parameter): name for parameter, name in parameter_names(model)}
     modules = {id(module): name for name, module in model.named_modules()}
     _check_one_group_each(found)
