@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -45,7 +46,7 @@ def main() -> None:
 
     task = Text(width=options.width, test_windows=128)
     model = task.model(seed=0)  # the same on all ranks
-    for block in model.blocks:
+    for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = task.optimizer(model)  # AdamW
@@ -60,7 +61,7 @@ def main() -> None:
     if options.resume:
         parameters, moments = get_state_dict(model, optimizer)
         state = {"model": parameters, "optimizer": moments, "wire": wire.stateful(options.resume)}
-        dcp.load(state, checkpoint_id=options.resume)
+        load(state, checkpoint_id=options.resume)
         set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=moments)
     for step, batch in zip(range(options.steps), task.batches(rank, world), strict=False):
         if step < wire.step:
@@ -76,7 +77,7 @@ def main() -> None:
     if options.save:
         parameters, moments = get_state_dict(model, optimizer)
         state = {"model": parameters, "optimizer": moments, "wire": wire.stateful()}
-        dcp.save(state, checkpoint_id=options.save)
+        save(state, checkpoint_id=options.save)
     nll = task.evaluate(model)  # on all ranks: each has only a part of the model
     if rank == 0:
         print(wire.summary(rows=6))
