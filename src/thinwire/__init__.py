@@ -129,6 +129,8 @@ _SUBMODULES = (
     *("pipeline", "policies", "workloads"),
 )
 
+_INTEGRATIONS = ("accelerate", "lightning", "numpy", "transformers")
+
 __all__ = [
     "QSGD",
     "ARCTopK",
@@ -208,6 +210,8 @@ if not TYPE_CHECKING:  # a checker sees the imports above, and that anything els
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
             return importlib.import_module(f"thinwire.{name}")
+        if name in _INTEGRATIONS:
+            return importlib.import_module(f"thinwire.integrations.{name}")
         if name not in _ROOM_OF:
             raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
         value = getattr(importlib.import_module(f"thinwire.{_ROOM_OF[name]}"), name)

@@ -117,12 +117,12 @@ def attach(
             "weights= goes without replicate=: with replicas parameters are gathered inside of "
             "one, where links are fast"
         )
+    groups = named_groups(ddp) if sharded else []
     named = parameter_names(ddp)
     trained = {name: parameter for parameter, name in named if parameter.requires_grad}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise TypeError(f"{name}: hooks cannot carry {parameter.dtype} parameters")
-    groups = named_groups(ddp) if sharded else []
     replicas = None if replicate is None else replicas_of(replicate)
     configuration = Configuration.of(
         compressor,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.parallel.model import parameter_names
-from thinwire.torch_internals import ParameterShard, ShardGroup, shard_groups
+from thinwire.torch_internals import (
+    ParameterShard,
+    ShardGroup,
+    is_fully_sharded,
+    shard_groups,
+)
 
 Replicas = dist.ProcessGroup | DeviceMesh
 
@@ -131,6 +137,9 @@ def stretches(shards: Iterable[NamedShard]) -> list[tuple[NamedShard, slice]]:
 def named_groups(model: nn.Module) -> list[NamedGroup]:
     """All groups of a model that has parameters cut by `fully_shard`; refuses what is cut in ways
     that cannot be followed."""
+    modules: list[Any] = [module for module in model.modules() if is_fully_sharded(module)]
+    for module in modules:
+        module.reshard()  # a root keeps whole parameters after a forward pass
     found = shard_groups(model)
     if not found:
         raise TypeError("fully_shard was applied to this model, but it has no parameters")
@@ -148,11 +157,11 @@ def named_groups(model: nn.Module) -> list[NamedGroup]:
             "(to_empty, then initialise or load) before attach"
         )
     names = {id(parameter): name for parameter, name in parameter_names(model)}
-    modules = {id(module): name for name, module in model.named_modules()}
+    titles = {id(module): name for name, module in model.named_modules()}
     _check_one_group_each(found)
     return [
         NamedGroup(
-            modules[id(each.module)].replace("_orig_mod.", "").removesuffix("_orig_mod"),
+            titles[id(each.module)].replace("_orig_mod.", "").removesuffix("_orig_mod"),
             each.module,
             tuple(
                 NamedShard(

@@ -1,0 +1,115 @@
+"""Lightning: ``Trainer(callbacks=[tw.lightning.Compression("quantize:4")])``."""
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from thinwire.integrations.wiring import framework, takes_local_steps, wire_for
+from thinwire.parallel import LocalSteps, Wire
+from thinwire.parallel.configuration import CompressorGiven
+
+__all__ = ["Compression"]
+
+# Lightning is installed under two names; a trainer of one does not take callbacks of the other.
+_NAMES = ["lightning.pytorch", "pytorch_lightning"]
+if "lightning.pytorch" not in sys.modules and "pytorch_lightning" in sys.modules:
+    _NAMES.reverse()
+_pytorch: Any = framework(*_NAMES, extra="lightning", purpose="tw.lightning")
+
+
+class Compression(_pytorch.Callback):  # type: ignore[misc]
+    """Compresses what a trainer's processes exchange, from the start of training on.
+
+    With DDP and with ModelParallelStrategy (FSDP2). Checkpoints hold what every rank remembers, so
+    that training goes on bit for bit; with another number of ranks it goes on with the mean.
+    Figures go to the trainer's loggers every `log_every_n_steps` steps.
+
+    Args:
+        compressor: as for `thinwire.attach`, or a method of local steps ("diloco:50"), which is
+            finished when training ends and whose common parameters are validated.
+        options: of `thinwire.attach`, or of `thinwire.LocalSteps`.
+
+    Attributes:
+        wire: of the model, from the start of training on.
+
+    Example:
+        trainer = Trainer(strategy="ddp", callbacks=[tw.lightning.Compression("quantize:4")])
+    """
+
+    def __init__(self, compressor: CompressorGiven = "quantize:4", **options: Any) -> None:
+        super().__init__()
+        self.compressor, self.options = compressor, options
+        self.wire: Wire | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self._evaluation = contextlib.ExitStack()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        strategy = trainer.strategy
+        if getattr(strategy, "_ddp_comm_hook", None) is not None:
+            raise ValueError(
+                "tw.lightning.Compression: the strategy has a ddp_comm_hook of its own, and DDP "
+                "takes one: leave one of them out"
+            )
+        options = dict(self.options)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            options.setdefault("scaler", scaler)
+        self.wire = wire_for(
+            "tw.lightning.Compression", strategy.model, self.compressor, trainer.optimizers, options
+        )
+        if self.wire is not None and self._loaded is not None:
+            self.wire.load_state_dict(self._loaded)
+        self._loaded = None
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.wire is None or not trainer.loggers or trainer.global_step == 0:
+            return
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            collector = _Collector()
+            self.wire._write(collector)
+            for logger in trainer.loggers:
+                logger.log_metrics(collector.values, step=trainer.global_step)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if isinstance(self.wire, LocalSteps):
+            self._evaluation.enter_context(self.wire.common_parameters())
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._evaluation.close()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if isinstance(self.wire, LocalSteps):
+            self.wire.finish()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._evaluation.close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit" and self.wire is not None:
+            self.wire.detach()
+
+    # Checkpoints: all processes come here, rank 0 writes.
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.wire is None else {"wire": self.wire.gathered_state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict.get("wire")
+
+    @property
+    def state_key(self) -> str:
+        kind = "local steps" if takes_local_steps(self.compressor) else "gradients"
+        return f"thinwire.Compression({kind})"
+
+
+class _Collector:
+    """What `Wire.log_to` would write."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.values[tag] = scalar_value

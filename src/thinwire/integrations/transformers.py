@@ -1,0 +1,110 @@
+"""Hugging Face Trainer:
+``trainer.add_callback(tw.transformers.Compression(trainer, "quantize:4"))``."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import ThinwireWarning
+from thinwire.integrations.wiring import framework, wire_for
+from thinwire.parallel import LocalSteps, Wire
+from thinwire.parallel.configuration import CompressorGiven
+
+__all__ = ["Compression"]
+
+_callback: Any = framework(
+    "transformers.trainer_callback", extra="transformers", purpose="tw.transformers"
+)
+FILE = "thinwire.pt"  # in the folder of a checkpoint
+
+
+class Compression(_callback.TrainerCallback):  # type: ignore[misc]
+    """Compresses what the processes of a Trainer exchange.
+
+    Every checkpoint holds what all ranks remember, in a file of its own, and ``train(resume_from_
+    checkpoint=...)`` goes on with it. Totals are in the Trainer's log.
+
+    Args:
+        trainer: the Trainer, whose model is wrapped when training begins.
+        compressor: as for `thinwire.attach`; the default suits AdamW, which the Trainer uses unless
+            told otherwise. Or a method of local steps ("sparseloco").
+        options: of `thinwire.attach`, or of `thinwire.LocalSteps`.
+
+    Attributes:
+        wire: of the model, from the start of training on.
+    """
+
+    def __init__(
+        self, trainer: Any, compressor: CompressorGiven = "quantize:4", **options: Any
+    ) -> None:
+        if not hasattr(trainer, "model_wrapped"):
+            raise TypeError(
+                f"tw.transformers.Compression takes the Trainer first, got "
+                f"{type(trainer).__name__}: it needs the model that the Trainer wraps"
+            )
+        self.trainer, self.compressor, self.options = trainer, compressor, options
+        self.wire: Wire | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        optimizer = self.trainer.optimizer
+        inner = getattr(optimizer, "optimizer", optimizer)  # within Accelerate's
+        self.wire = wire_for(
+            "tw.transformers.Compression",
+            self.trainer.model_wrapped,
+            self.compressor,
+            [inner],
+            self.options,
+        )
+        if self.wire is not None and state.global_step:
+            self._resume(self._folder(args, state) / FILE)
+        # Callbacks that report see a log only after those before them.
+        others = self.trainer.callback_handler.callbacks
+        if self in others:
+            others.remove(self)
+            others.insert(0, self)
+
+    def _folder(self, args: Any, state: Any) -> Path:
+        return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+    def _resume(self, path: Path) -> None:
+        assert self.wire is not None
+        if path.exists():
+            self.wire.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            return
+        warnings.warn(
+            f"training goes on from a checkpoint, but {path} is not there: what was remembered of "
+            "gradients is lost, and compression starts anew",
+            ThinwireWarning,
+            stacklevel=2,
+        )
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.wire is None:
+            return
+        found = self.wire.gathered_state_dict()
+        if dist.get_rank() == 0:
+            path = self._folder(args, state) / FILE
+            partly = path.with_suffix(".part")
+            torch.save(found, partly)
+            partly.replace(path)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self.wire is None or not isinstance(logs, dict):
+            return
+        total = self.wire.stats()["total"]
+        found = {
+            "thinwire_ratio": round(total["ratio"], 2),
+            "thinwire_mb_sent": round(total["bytes_sent"] / 1e6, 3),
+        }
+        logs.update(found)  # for the callbacks that report
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if isinstance(self.wire, LocalSteps):
+            self.wire.finish()
+        if self.wire is not None:
+            self.wire.detach()

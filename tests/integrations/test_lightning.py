@@ -1,0 +1,56 @@
+"""Lightning's Trainer with `tw.lightning.Compression`, on two real processes."""
+
+import pytest
+from programs import torchrun
+
+pytest.importorskip("lightning", reason="make test-integrations brings the frameworks")
+PROGRAM = "lightning_training.py"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return torchrun(PROGRAM, tmp_path_factory.mktemp("plain"), "plain")
+
+
+def test_training_goes_on_bit_for_bit_and_figures_are_logged(plain, tmp_path):
+    whole = torchrun(PROGRAM, tmp_path, "whole")
+    assert (whole["error"], whole["steps"]) == ("", 8)
+    assert whole["ratio"] > 3
+    assert "thinwire/bytes_sent" in whole["logged"]
+    assert whole["losses"][0] == plain["losses"][0]
+    assert whole["weights"] != plain["weights"]
+    half = torchrun(PROGRAM, tmp_path, "half")
+    resumed = torchrun(PROGRAM, tmp_path, "resumed", tmp_path / "half.ckpt")
+    assert half["losses"] + resumed["losses"] == whole["losses"]
+    assert resumed["weights"] == whole["weights"]
+    assert resumed["steps"] == 8
+
+
+def test_accumulation_and_manual_optimisation_exchange_once_for_each_step(tmp_path):
+    accumulated = torchrun(PROGRAM, tmp_path, "accumulate")
+    assert (accumulated["error"], accumulated["steps"]) == ("", 4)
+    assert len(accumulated["losses"]) == 8
+    manual = torchrun(PROGRAM, tmp_path, "manual")
+    assert (manual["error"], manual["steps"]) == ("", 8)
+
+
+def test_sharded_models_are_compressed_and_go_on_bit_for_bit(tmp_path):
+    whole = torchrun(PROGRAM, tmp_path, "fsdp")
+    assert (whole["error"], whole["steps"]) == ("", 8)
+    assert whole["ratio"] > 3
+    torchrun(PROGRAM, tmp_path, "fsdp-half")
+    resumed = torchrun(PROGRAM, tmp_path, "fsdp-resumed", tmp_path / "fsdp-half.ckpt")
+    assert resumed["weights"] == whole["weights"]
+
+
+def test_local_steps_end_with_the_same_parameters_and_go_on(tmp_path):
+    whole = torchrun(PROGRAM, tmp_path, "local")
+    assert whole["error"] == ""
+    torchrun(PROGRAM, tmp_path, "local-half")
+    resumed = torchrun(PROGRAM, tmp_path, "local-resumed", tmp_path / "local-half.ckpt")
+    assert resumed["error"] == ""
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    hooked = torchrun(PROGRAM, tmp_path, "hooked")
+    assert "the strategy has a ddp_comm_hook of its own" in hooked["error"]

@@ -1,0 +1,29 @@
+"""Hugging Face's Trainer with `tw.transformers.Compression`, on two real processes."""
+
+import pytest
+from programs import torchrun
+
+pytest.importorskip("transformers", reason="make test-integrations brings the frameworks")
+PROGRAM = "transformers_training.py"
+
+
+def test_training_goes_on_bit_for_bit_and_the_log_has_figures(tmp_path):
+    whole = torchrun(PROGRAM, tmp_path, "quantize")
+    assert whole["steps"] == 8
+    assert "thinwire.pt" in whole["files"]
+    assert whole["logged"]["thinwire_ratio"] > 2
+    resumed = torchrun(PROGRAM, tmp_path, "quantize-resumed")
+    assert resumed["weights"] == whole["weights"]
+    assert resumed["steps"] == 8
+
+
+def test_local_steps(tmp_path):
+    found = torchrun(PROGRAM, tmp_path, "local")
+    assert found["steps"] == 4
+
+
+def test_the_trainer_comes_first():
+    import thinwire as tw
+
+    with pytest.raises(TypeError, match="takes the Trainer first, got str"):
+        tw.transformers.Compression("quantize:4")
