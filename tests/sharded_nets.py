@@ -102,7 +102,9 @@ def adam(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def train(model: Any, steps: range, optimizer: Any, backward: Callable[..., None] = backward) -> None:
+def train(
+    model: Any, steps: range, optimizer: Any, backward: Callable[..., None] = backward
+) -> None:
     for step in steps:
         backward(model, step)
         optimizer.step()
@@ -140,3 +142,52 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def modules(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+class Books:
+    """What ranks put in and what came out of it: with EF14, all that went in came out or waits.
+
+    Args:
+        inner: a model like the one that was sharded, to compute gradients with.
+    """
+
+    def __init__(self, inner: nn.Module, model: Any, wire: tw.Wire) -> None:
+        self._inner, self._model, self._wire = inner, model, wire
+        shapes = {name: p.shape for name, p in inner.named_parameters()}
+        self._put = {name: torch.zeros(s, dtype=torch.float64) for name, s in shapes.items()}
+        self._mass = {name: zero.clone() for name, zero in self._put.items()}
+        self._out = {name: zero.clone() for name, zero in self._put.items()}
+
+    def put(self, step: int) -> None:
+        """This rank's gradients of a step that is about to be taken."""
+        own = alone(self._inner, parameters(self._model), step, dist.get_rank())
+        for name, g in own.items():
+            self._put[name] += g.double()
+            self._mass[name] += g.double().abs()
+
+    def take(self) -> None:
+        """The averages."""
+        for name, g in gradients(self._model).items():
+            self._out[name] += g.double()
+
+    def balance(self) -> float:
+        """The largest difference, over all that went into the tensor that it is in."""
+        size, worst = dist.get_world_size(), 0.0
+        kept = residuals(self._wire)
+        for name, put in self._put.items():
+            left = torch.zeros_like(put)
+            if name in kept:
+                left += kept[name].view(put.shape).double()
+            mass = self._mass[name].clone()
+            put = put.clone()
+            for tensor in (put, mass, left):
+                dist.all_reduce(tensor)
+            error = (put - size * self._out[name] - left).abs().max()
+            worst = max(worst, float(error / mass.max()))
+        return worst
+
+
+def residuals(wire: tw.Wire) -> dict[str, Tensor]:
+    """What this rank has left out so far, as it lies in parameters."""
+    kept = wire.state_dict()["reducer"]["tensors"]
+    return {name: state["residual"] for name, state in kept.items() if "residual" in state}

@@ -18,7 +18,7 @@ from thinwire.parallel.sharded import attach_sharded, sharded_wire_of
 from thinwire.parallel.shards import Replicas, named_groups, replicas_of
 from thinwire.parallel.weights import WeightSettings
 from thinwire.parallel.wire import Wire
-from thinwire.torch_internals import is_fully_sharded, uncompiled
+from thinwire.torch_internals import is_fully_sharded, reshard, uncompiled
 
 
 def attach(
@@ -117,6 +117,8 @@ def attach(
             "weights= goes without replicate=: with replicas parameters are gathered inside of "
             "one, where links are fast"
         )
+    if sharded:
+        reshard(ddp)
     named = parameter_names(ddp)
     trained = {name: parameter for parameter, name in named if parameter.requires_grad}
     for name, parameter in trained.items():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.parallel.model import parameter_names
+from thinwire.parallel.model import parameter_names, unwrapped_name
 from thinwire.torch_internals import ParameterShard, ShardGroup, shard_groups
 
 Replicas = dist.ProcessGroup | DeviceMesh
@@ -152,7 +152,7 @@ def named_groups(model: nn.Module) -> list[NamedGroup]:
     _check_one_group_each(found)
     return [
         NamedGroup(
-            modules[id(each.module)].replace("_orig_mod.", "").removesuffix("_orig_mod"),
+            unwrapped_name(modules[id(each.module)]),
             each.module,
             tuple(
                 NamedShard(
