@@ -137,7 +137,8 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """The largest difference of an element; infinite if names differ."""
     if a.keys() != b.keys():
         return float("inf")
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+    gaps = [(a[name].double() - b[name].double()).abs() for name in a]
+    return max((float(gap.max()) for gap in gaps if gap.numel()), default=0.0)
 
 
 def modules(model: Any) -> list[Any]:
