@@ -292,8 +292,12 @@ def _warm() -> None:
     """
     torch.set_num_threads(1)
     importlib.import_module("tensors")  # the tests will want it
-    # What DDP and its checkpoints import when first used: seconds, in each process anew otherwise.
-    for name in ("torch._dynamo", "thinwire.parallel.checkpoint", "torch.distributed.checkpoint"):
+    # What DDP, FSDP and checkpoints import when first used: seconds, in each process anew otherwise.
+    for name in (
+        *("torch._dynamo", "torch.distributed.fsdp"),
+        *("thinwire.parallel.checkpoint", "torch.distributed.checkpoint"),
+        "torch.distributed.checkpoint.state_dict",
+    ):
         importlib.import_module(name)
     logging.disable(logging.WARNING)
     warm.warm()

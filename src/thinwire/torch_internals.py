@@ -279,13 +279,25 @@ class ShardGroup(NamedTuple):
     replicated: bool
 
 
+def reshard(model: Any) -> None:
+    """Have the modules of a model hold their shards.
+
+    Between the passes some of them may still hold whole parameters: FSDP leaves those of the root
+    as they are after a forward pass.
+    """
+    for module in filter(is_fully_sharded, model.modules()):
+        module.reshard()
+
+
 def shard_groups(model: Any) -> list[ShardGroup]:
     """All of a model. Which parameters lie where in FSDP's buffers no public function tells."""
     found = []
-    for module in model.modules():
-        if not is_fully_sharded(module):
-            continue
+    seen = set()  # `fully_shard` may have been given several modules to form one group of
+    for module in filter(is_fully_sharded, model.modules()):
         for group in _fsdp_groups(module):
+            if id(group) in seen:
+                continue
+            seen.add(id(group))
             mesh = group.mesh_info
             if not hasattr(mesh, "shard_process_group"):
                 raise TypeError(
@@ -317,6 +329,19 @@ def _fsdp_groups(module: Any) -> list[Any]:
     if several is not None:
         return list(several)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def drop_gradients(module: Any) -> None:
+    """Let a module of FSDP forget gradients that were not reduced.
+
+    A backward pass that an error has ended leaves them with the whole parameters, and FSDP would
+    add those of the next pass to them: neither `zero_grad` nor `reset_iter_state` sees them.
+    """
+    for group in _fsdp_groups(module):
+        for each in group.fsdp_params:
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
 
 
 def restore_collectives(module: Any) -> None:

@@ -15,9 +15,16 @@ def parameter_names(model: nn.Module) -> list[tuple[nn.Parameter, str]]:
     inner: Any = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
         inner = inner.module
-    return [
-        (parameter, name.replace("_orig_mod.", "")) for name, parameter in inner.named_parameters()
-    ]
+    return [(parameter, unwrapped_name(name)) for name, parameter in inner.named_parameters()]
+
+
+# What torch.compile and torch's wrappers for activation checkpoints add to the names of modules.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def unwrapped_name(name: str) -> str:
+    """The name that a module or parameter has in the module that the user wrote."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 # Where frameworks keep the model that they have wrapped in DDP.

@@ -15,6 +15,13 @@ GRANULARITIES = ("bucket", "tensor")
 DENSE_ENOUGH = 1 << 20
 
 
+def check_granularity(granularity: str) -> None:
+    """Refuse what is none."""
+    if granularity not in GRANULARITIES:
+        known = " or ".join(map(repr, GRANULARITIES))
+        raise ValueError(f"granularity must be {known}, got {granularity!r}")
+
+
 class Piece(NamedTuple):
     """A tensor as it lies in a bucket."""
 
@@ -51,9 +58,7 @@ class Planner:
     """
 
     def __init__(self, choose: Callable[[str], Compressor | None], granularity: str) -> None:
-        if granularity not in GRANULARITIES:
-            known = " or ".join(map(repr, GRANULARITIES))
-            raise ValueError(f"granularity must be {known}, got {granularity!r}")
+        check_granularity(granularity)
         self._choose, self._granularity = choose, granularity
         self.begin()
 

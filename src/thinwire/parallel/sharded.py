@@ -30,7 +30,7 @@ from thinwire.formatting import show_bytes
 from thinwire.parallel.configuration import Configuration
 from thinwire.parallel.model import described
 from thinwire.parallel.optimizer_watch import OptimizerWatch
-from thinwire.parallel.plan import Piece, PlannedExchange, Planner
+from thinwire.parallel.plan import Piece, PlannedExchange, Planner, check_granularity
 from thinwire.parallel.replicas import ReplicaCheck
 from thinwire.parallel.shards import NamedGroup, NamedShard, stretches
 from thinwire.parallel.step import ExchangeStep, raise_first
@@ -41,6 +41,7 @@ from thinwire.reducer.saved_state import RankState, ReducerState, required, stat
 from thinwire.telemetry import span
 from thinwire.torch_internals import (
     backward_pass,
+    drop_gradients,
     has_own_collectives,
     queue_callback,
     restore_all_reduce,
@@ -65,6 +66,8 @@ def attach_sharded(
     """
     if replicas is None:
         scatter = ScatterWire(for_scatter(configuration), groups, weights)
+        # Each tensor by itself: in several joined ones a rank's rows would not lie together.
+        check_granularity(granularity)
         planner = Planner(scatter._compressor_of, "tensor")
         hook: ShardedHook = ScatterHook(scatter, groups, planner, scatter.gathers)
         wire: ShardedWire = scatter
@@ -226,10 +229,16 @@ class ShardedHook:
             here.wait()
         here.waited += time.perf_counter() - begin
         if here.errors:
-            self._pass = None
+            self.abandon()
             raise_first(here.errors)
         if here.number < 0:
             self._finish()
+
+    def abandon(self) -> None:
+        """The pass ends with an error: nothing of it may become part of the next one."""
+        self._pass = None
+        for group in self._groups:
+            drop_gradients(group.module)
 
     def _planned(self, tensors: Mapping[str, Tensor]) -> list[PlannedExchange]:
         pieces = [Piece(name, tensor.nbytes, tensor.dtype) for name, tensor in tensors.items()]
@@ -412,6 +421,12 @@ class ScatterWire(ShardedWire):
     def _kept(self, shard: NamedShard, values: Tensor) -> Tensor:
         return shard.rows(values)
 
+    def reset(self) -> None:
+        """Forget what was left out so far, of gradients and of parameters."""
+        super().reset()
+        for gather in self.gathers.values():
+            gather.load(None)
+
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         state["weights"] = {title: gather.state() for title, gather in self.gathers.items()}
@@ -478,8 +493,7 @@ class ScatterHook(ShardedHook):
             module.set_custom_all_gather(gather)
 
     def _planned(self, tensors: Mapping[str, Tensor]) -> list[PlannedExchange]:
-        # Each tensor by itself: in several joined ones a rank's rows would not lie together.
-        return [
+        return [  # what is sent uncompressed, too
             planned._replace(units=tuple((name,) for unit in planned.units for name in unit))
             for planned in super()._planned(tensors)
         ]
@@ -518,6 +532,7 @@ class GradientScatter:
         except ValueError:
             name = ""
         if name not in ("AVG", "SUM"):
+            self._hook.abandon()
             raise ValueError(
                 f"{self._group.title} reduces with {op}, as a gradient divide factor was set: call "
                 "set_force_sum_reduction_for_comms(True) on each FSDP module, then FSDP divides by "

@@ -3,18 +3,17 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.parallel.model import parameter_names
+from thinwire.parallel.model import parameter_names, unwrapped_name
 from thinwire.torch_internals import (
     ParameterShard,
     ShardGroup,
-    is_fully_sharded,
+    reshard,
     shard_groups,
 )
 
@@ -137,9 +136,7 @@ def stretches(shards: Iterable[NamedShard]) -> list[tuple[NamedShard, slice]]:
 def named_groups(model: nn.Module) -> list[NamedGroup]:
     """All groups of a model that has parameters cut by `fully_shard`; refuses what is cut in ways
     that cannot be followed."""
-    modules: list[Any] = [module for module in model.modules() if is_fully_sharded(module)]
-    for module in modules:
-        module.reshard()  # a root keeps whole parameters after a forward pass
+    reshard(model)  # a root keeps whole parameters after a forward pass
     found = shard_groups(model)
     if not found:
         raise TypeError("fully_shard was applied to this model, but it has no parameters")
@@ -161,7 +158,7 @@ def named_groups(model: nn.Module) -> list[NamedGroup]:
     _check_one_group_each(found)
     return [
         NamedGroup(
-            titles[id(each.module)].replace("_orig_mod.", "").removesuffix("_orig_mod"),
+            unwrapped_name(titles[id(each.module)]),
             each.module,
             tuple(
                 NamedShard(
