@@ -5,7 +5,7 @@ STAMP := $(VENV)/.stamp
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-policies bench-compare chaos soak clean clean-kernels
+.PHONY: help setup test test-integrations test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-policies bench-compare chaos soak clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,16 @@ $(STAMP): pyproject.toml constraints.txt
 # Tests start many processes, each of which would compile all modules if Python kept none.
 test: setup  ## Run the tests
 	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# In a venv of its own: the frameworks bring some fifty packages.
+INTEGRATIONS := .venv-integrations
+$(INTEGRATIONS)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test-integrations]'
+	@touch $@
+
+test-integrations: $(INTEGRATIONS)/.stamp  ## Run the tests with Lightning, Accelerate and the Hugging Face Trainer (10 minutes)
+	$(INTEGRATIONS)/bin/python -m pytest -n 2 tests/integrations
 
 test-thorough: setup  ## A thousand examples of every property, a million damaged frames (20 minutes)
 	$(VENV)/bin/python benchmarks/fuzz.py --frames 1000000
@@ -99,5 +109,5 @@ clean-kernels: setup  ## Remove the compiled kernels of all builds from the user
 	$(VENV)/bin/python -c 'from thinwire.kernels import cache; cache.clear()'
 
 clean:  ## Remove everything that make created, .venv included
-	rm -rf $(VENV) .venv-torch-* report build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS) .venv-torch-* report build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
