@@ -42,7 +42,7 @@ def main(folder: str, mode: str) -> None:
     elif mode != "plain":
         wire = tw.attach(model, compressor, min_numel=2)
     if mode != "plain":
-        accelerator.register_for_checkpointing(tw.accelerate.Checkpoint(model))
+        accelerator.register_for_checkpointing(tw.accelerate.CheckpointedWire(model))
     saved = Path(folder, mode.removesuffix("-resumed"))
     begin = 0
     if mode.endswith("-resumed"):

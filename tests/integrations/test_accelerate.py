@@ -30,4 +30,4 @@ def test_wrong_use_says_what_to_do():
     with pytest.raises(ValueError, match=r"use tw.LocalSteps\(model, optimizer"):
         tw.accelerate.Handler("diloco:10")
     with pytest.raises(ValueError, match=r"set accelerator.ddp_handler before it"):
-        tw.accelerate.Checkpoint(nn.Linear(2, 2))
+        tw.accelerate.CheckpointedWire(nn.Linear(2, 2))

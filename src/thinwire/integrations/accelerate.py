@@ -11,7 +11,7 @@ or, with FSDP2 too,
 
 and in both cases for `save_state` and `load_state`
 
-    accelerator.register_for_checkpointing(tw.accelerate.Checkpoint(model))
+    accelerator.register_for_checkpointing(tw.accelerate.CheckpointedWire(model))
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from thinwire.integrations.wiring import framework, takes_local_steps
 from thinwire.parallel import Wire, attach, wire_of
 from thinwire.parallel.configuration import CompressorGiven
 
-__all__ = ["Checkpoint", "Handler"]
+__all__ = ["CheckpointedWire", "Handler"]
 
 _utils: Any = framework("accelerate.utils", extra="accelerate", purpose="tw.accelerate")
 
@@ -67,7 +67,7 @@ class Handler(_utils.DistributedDataParallelKwargs):  # type: ignore[misc]
         self.wire = attach(model, self.compressor, **self.options)
 
 
-class Checkpoint:
+class CheckpointedWire:
     """What every rank remembers, for ``accelerator.register_for_checkpointing``.
 
     Accelerate saves an object once, on the main process, and loads it on all: so this is the state
@@ -81,7 +81,7 @@ class Checkpoint:
         found = of if isinstance(of, Wire) else wire_of(of)
         if found is None:
             raise ValueError(
-                "tw.accelerate.Checkpoint: no wire is attached to this model: attach one after "
+                "tw.accelerate.CheckpointedWire: no wire is attached to this model: attach one after "
                 "accelerator.prepare, or set accelerator.ddp_handler before it"
             )
         self.wire: Wire = found
