@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import server
 
-# What is imported stays: looking for garbage in it, again and again, takes a second of each process.
+# What is imported stays: to look for garbage in it again and again takes a second of each process.
 gc.disable()
 
 # Threads of torch that wait for each other in a loop take the processor from the one they wait for

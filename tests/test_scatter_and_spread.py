@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run
-from rows import ROWS, Row, meetings
+from rows import ROWS, Row, meetings, turns
 from tensors import FLOATS, INTEGERS, LAYOUTS, bits, lay, normal, real_of, same
 from torch import Tensor
 
@@ -90,12 +90,12 @@ class Case(NamedTuple):
 
 
 def choose() -> list[Case]:
-    """Each compressor with each type at one of the sizes, where sizes and forms go round."""
+    """Each row once, each kind of compressor with each type; sizes and forms go round."""
     found = []
-    for (i, row), (d, dtype) in itertools.product(enumerate(ROWS), enumerate(FLOATS)):
-        listed, average = divmod((i // 3 + d) % 4, 2)
+    for i, t, row in turns(4):
+        listed, average = divmod(t % 4, 2)
         residual = row.residual and bool((listed + average + i) % 2)
-        size = SIZES[(i + d) % 3]
+        dtype, size = FLOATS[(i + t) % 4], SIZES[(i + t) % 3]
         found.append(Case(row, dtype, size, bool(listed), bool(average), residual))
     return found
 
