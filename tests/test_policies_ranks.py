@@ -39,14 +39,14 @@ def on_uneven_ranks(spec: str) -> tuple[Any, ...]:
     model, wire = wired(spec, granularity="tensor")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     chosen = []
-    for step in range(9):
+    for step in range(12):
         model.zero_grad()
         if me == 1:
             time.sleep(0.01)
         (model(torch.randn(8, 20) * (100 if me == 2 else 1)).square().mean()).backward()
         optimizer.step()
         chosen.append(used(wire))
-        if me != 1 and step < 8:
+        if me != 1 and step < 11:
             wire.observe(step + 10.0 * me)
     tw.check_replicas(model)
     decisions = [decision._replace(why="") for decision in wire.decisions]
@@ -86,8 +86,8 @@ def on_checkpoint(spec: str, path: str) -> dict[str, bool]:
         else:
             dcp.save({"wire": wire.stateful()}, checkpoint_id=path)
             dcp.load({"wire": again.stateful(path)}, checkpoint_id=path)
-        theirs = train(other, range(step, step + 4), second)
-        losses = train(model, range(step, step + 4), optimizer)
+        theirs = train(other, range(step, step + 6), second)
+        losses = train(model, range(step, step + 6), optimizer)
         same = losses == theirs and all_same(named(model), named(other))
         found[f"{granularity} {step} {way}"] = same
     return found
