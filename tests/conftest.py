@@ -1,21 +1,21 @@
 """What all tests share: two threads, repeatable Hypothesis examples, no network."""
 
+import gc
 import os
 import signal
 import socket
 
 import hypothesis
 import pytest
+import server
+
+# What is imported stays: to look for garbage in it again and again takes a second of each process.
+gc.disable()
 
 # Threads of torch that wait for each other in a loop take the processor from the one they wait for
 # when the machine has other work: tests with two of them took three times as long. Read when torch
 # is loaded, so set before.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-import ranks
-import torch
-
-from thinwire.lab import why_not
 
 SERVER = pytest.StashKey[str]()  # where the server of ranks is, if the whole suite runs
 NICENESS = 5  # with which three processes together get as much as the server
@@ -41,6 +41,8 @@ hypothesis.settings.load_profile("default")
 @pytest.fixture(autouse=True)
 def two_threads():
     """Every test starts with two threads, whatever the machine has or the last test left."""
+    import torch  # not by the process that only hands out the tests to others
+
     torch.set_num_threads(2)
 
 
@@ -62,6 +64,8 @@ def no_network():
 @pytest.fixture(scope="session")
 def possible():
     """Skips where no lab can be made."""
+    from thinwire.lab import why_not
+
     reason = why_not()
     if reason:
         pytest.skip(f"no lab can be made here: {reason}")
@@ -105,7 +109,7 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if address := getattr(config, "workerinput", {}).get("ranks"):
         os.nice(NICENESS)
-        ranks.join(address)
+        server.join(address)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -114,7 +118,13 @@ def pytest_sessionstart(session):
     config = session.config
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
     if whole and not config.option.collectonly and not hasattr(config, "workerinput"):
-        config.stash[SERVER] = ranks.address()
+        config.stash[SERVER] = server.address()
+
+
+def pytest_collection_finish():
+    """All is imported: from now on garbage is what tests leave."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,8 +2,8 @@
 
 `run` uses four workers that live as long as the test session; every task forms a new process group
 of two to four of them. `Ranks` starts processes for one test, which may kill or stall them. Both
-fork from one server that has torch and the kernels loaded, so that a process costs milliseconds.
-Processes that share the tests (pytest-xdist) share the server, too: it takes ten seconds to start.
+fork from one server (see server.py) that has torch and the kernels loaded, so that a process costs
+milliseconds.
 """
 
 import atexit
@@ -13,9 +13,7 @@ import functools
 import gc
 import importlib
 import logging
-import multiprocessing
 import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -25,18 +23,16 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import warm
+from server import QUIET, ZYGOTE, server
 
 PATIENCE = 120.0  # seconds for a task: a worker may be compiling kernels for the first time
 GRACE = 5.0  # seconds that the others get after one has failed: they wait for it in vain
-ZYGOTE = "THINWIRE_TEST_ZYGOTE"  # set while the server starts
-QUIET = "THINWIRE_TEST_QUIET"  # set besides, if its output is the terminal of others
 PR_SET_PDEATHSIG = 1
 
 
@@ -173,54 +169,6 @@ def _pool() -> Ranks:
     return pool
 
 
-@functools.cache
-def server() -> Any:
-    """The process from which all others fork; it cannot see sys.path, only the environment."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranks"])
-    here = str(Path(__file__).parent)
-    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        patch.setenv(ZYGOTE, "1")
-        # Children inherit the environment, which THINWIRE_MAX_BYTES is part of.
-        patch.delenv("THINWIRE_MAX_BYTES", raising=False)
-        multiprocessing.forkserver.ensure_running()
-    # It would end by itself, some time after this process: no process may be left behind.
-    atexit.register(multiprocessing.forkserver._forkserver._stop)
-    return context
-
-
-def address() -> str:
-    """Where processes that this one starts can join its server; nowhere if empty."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(QUIET, "1")
-        server()
-    if hasattr(multiprocessing.forkserver._forkserver, "_forkserver_authkey"):
-        return ""  # from Python 3.14 on it forks for its own process only
-    return multiprocessing.forkserver._forkserver._forkserver_address
-
-
-class JoinedServer(multiprocessing.forkserver.ForkServer):
-    """The server of another process, for this one to fork from."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__()
-        self._forkserver_address = address
-        self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # nobody asks it to stop
-
-    def ensure_running(self) -> None:
-        """It runs as long as the process that started this one."""
-
-
-def join(address: str) -> None:
-    """Let all processes fork from the server of another process."""
-    joined = JoinedServer(address)
-    for name in ("ensure_running", "connect_to_new_process"):
-        setattr(multiprocessing.forkserver, name, getattr(joined, name))
-    multiprocessing.forkserver._forkserver = joined
-
-
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -290,6 +238,7 @@ def _warm() -> None:
 
     What is there by then stays: no process need look for garbage in it, which takes 0.15 s.
     """
+    gc.disable()
     torch.set_num_threads(1)
     importlib.import_module("tensors")  # the tests will want it
     # What DDP, FSDP and checkpoints import when first used: seconds, in each process anew.
@@ -302,6 +251,7 @@ def _warm() -> None:
     logging.disable(logging.WARNING)
     warm.warm()
     logging.disable(logging.NOTSET)
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -4,7 +4,7 @@ A new compressor needs one row here; the laws in test_contract.py and test_kerne
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import thinwire as tw
@@ -36,6 +36,11 @@ class Row:
     def compressor(self) -> tw.Compressor:
         return tw.parse(self.spec)
 
+    @property
+    def kind(self) -> str:
+        """Rows of one kind run the same code, with other settings."""
+        return type(self.compressor).__name__
+
 
 def top(ratio: float) -> Callable[[int], float]:
     return lambda d: kept(d, ratio) / d
@@ -51,13 +56,29 @@ def sparse_twobit(d: int) -> float:
     return 1 / 32 / min(4096, d)
 
 
+def turns(least: int) -> Iterator[tuple[int, int, Row]]:
+    """Every row, and every kind of compressor so many times at least: the number of the kind, that
+    of the turn of its kind, the row.
+
+    test_contract.py has every row with every type. What carries payloads from rank to rank sees
+    every row, and every type, size and form with every kind.
+    """
+    kinds: dict[str, list[Row]] = {}
+    for row in ROWS:
+        kinds.setdefault(row.kind, []).append(row)
+    for i, rows in enumerate(kinds.values()):
+        for turn in range(max(least, len(rows))):
+            yield i, turn, rows[turn % len(rows)]
+
+
 def meetings(cases: Iterable[tuple]) -> set[tuple]:
     """All pairs of choices that meet in some case, each with the number of its field.
 
     Where a product of rows, sizes and types would be too long, a test takes some cases of it, and
-    makes sure that they have the meetings of all.
+    makes sure that they have the meetings of all. A row counts as its kind.
     """
-    return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+    chosen = ([each.kind if isinstance(each, Row) else each for each in case] for case in cases)
+    return {pair for case in chosen for pair in itertools.combinations(enumerate(case), 2)}
 
 
 INFINITE = float("inf")

@@ -11,13 +11,14 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from rows import ROWS, meetings
+from rows import ROWS, meetings, turns
 from tensors import FLOATS, lay, normal, real_of, same
 
 import thinwire as tw
@@ -59,24 +60,31 @@ def suited(row) -> list[str]:
 
 
 def choose() -> list[Case]:
-    """For each row and collective one world size with float32 (and averages), one with another
-    type, one without a residual. What is where goes round, so that any two choices meet."""
-    found = []
-    for i, row in enumerate(ROWS):
+    """Each row and collective at one world size with float32, and averages of some; and each kind
+    of compressor and collective with other types at other sizes, with a residual and without."""
+    found, seen = [], set[tuple]()
+    for i, t, row in turns(3):
         for j, name in enumerate(suited(row)):
-            first, second, third = (SIZES[(i + j + k) % 3] for k in range(3))
-            other, last = (FLOATS[1 + (i // 3 + j + k) % 3] for k in (0, 2))
+            first, second = (SIZES[(i + j + t + k) % 3] for k in range(2))
             plain = Case(row.spec, name, first, residual=row.residual)
-            found += [
-                plain,
-                plain._replace(op="avg"),
-                plain._replace(size=second, dtype=other),
-                plain._replace(size=third, dtype=FLOATS[0] if j % 2 else last, residual=False),
-            ]
+            if (row, name) not in seen:
+                found.append(plain)
+                if j == 0 or (row.kind, name) not in seen:
+                    found.append(plain._replace(op="avg"))
+            if t < 3 or j == t % 2:
+                residual = row.residual and bool((t + j + 1) % 2)
+                other = FLOATS[1 + (t + j) % 3]
+                found.append(plain._replace(size=second, dtype=other, residual=residual))
+            seen |= {(row, name), (row.kind, name)}
     return found
 
 
 CASES = choose()
+SPECS = {row.spec: row for row in ROWS}
+
+
+def by_kind(cases: Iterable[Case]) -> set[tuple]:
+    return meetings((SPECS[spec], *others) for spec, *others in cases)
 
 
 def test_any_two_choices_meet_in_some_case():
@@ -92,7 +100,10 @@ def test_any_two_choices_meet_in_some_case():
         for row in ROWS
         for name, size in itertools.product(suited(row), SIZES)
     ]
-    assert meetings(CASES) == meetings(product)
+    assert by_kind(CASES) == by_kind(product)
+    assert {(case.spec, case.collective) for case in CASES} == {
+        (row.spec, name) for row in ROWS for name in suited(row)
+    }
 
 
 def gradient(rank: int, dtype: torch.dtype, step: int = 0) -> torch.Tensor:
@@ -199,7 +210,7 @@ def on_steps(cases: list[Case], steps: int) -> list[tuple[torch.Tensor, torch.Te
     return done
 
 
-STEPS = 8
+STEPS = 5
 STEADY = [
     *("none", "cast:fp16", "cast:fp8", "topk:0.01", "randomk:0.1,scaled=false"),
     *("randomk:0.25,shared=true", "threshold:0.5", "quantize:4", "onebit", "natural"),
@@ -487,7 +498,7 @@ def on_non_finite(cases: list[Case]) -> list[tuple[bool, torch.Tensor, torch.Ten
 
 def test_what_is_not_finite_reaches_all_ranks_and_no_residual():
     """Nor does it change what comes next."""
-    plain = [case._replace(op="sum") for case in CASES if case.op == "avg"]
+    plain = [case._replace(op="sum") for case in CASES if case.op == "avg"]  # each row and kind
     narrow = Case("none", "summable", 3, torch.bfloat16, residual=False)
     for case, each in at_every_size(on_non_finite, [*plain, narrow]).items():
         _, x, after = each[0]

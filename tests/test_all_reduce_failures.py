@@ -211,13 +211,13 @@ def die() -> None:
 
 
 def die_in_the_middle() -> None:
-    """10 ms after the first transfer of more than a megabyte has begun."""
+    """5 ms after the first transfer of more than a megabyte has begun."""
     count = Link._count
 
     def counted(self, sent: int, received: int, messages: int) -> None:
         count(self, sent, received, messages)
         if sent > 1e6:
-            threading.Timer(0.01, die).start()
+            threading.Timer(0.005, die).start()
 
     Link._count = counted
 
@@ -246,14 +246,13 @@ def check_death(found: list, victim: int) -> None:
 @pytest.mark.parametrize(
     ("carried", "size"),
     [
-        *(("gather", 2), ("gather", 3), ("gather", 4), ("summable", 2), ("summable", 4)),
-        *(("dense", 3), ("twoshot", 2), ("twoshot", 4), ("sparse", 3)),
+        *(("gather", 4), ("summable", 2), ("dense", 3), ("twoshot", 4), ("sparse", 3)),
     ],
 )
 def test_a_death_in_the_middle_of_an_exchange_loses_nothing_on_the_others(carried, size):
     spec, collective = CARRIED[carried]
     victim = size - 1
-    args = (spec, collective, 6_000_000, "middle", victim)
+    args = (spec, collective, 3_000_000, "middle", victim)
     for _ in range(5):
         with ranks.Ranks(size) as group:
             found = group.run(on_death, *args, dying=[victim])

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from matplotlib.text import Text
 
 from thinwire import Key, list_compressors, parse
 from thinwire.bench import memory
@@ -263,6 +262,8 @@ def test_a_run_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_labels_do_not_cover_each_other() -> None:
+    from matplotlib.text import Text
+
     figure = new_figure(5.4, 4.9)
     axes = figure.subplots()
     axes.set(xlim=(0, 10), ylim=(0, 10))

@@ -1,10 +1,10 @@
 """Kernels are compiled before they are needed, once per machine, and nobody waits in vain."""
 
 import fcntl
-import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +15,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from rows import ROWS
 
 import thinwire as tw
 from thinwire import kernels
@@ -131,42 +132,39 @@ def test_only_our_own_compressors_on_cpu_tensors_are_rehearsed():
         assert uses_of([tw.TopK(0.1)], F32) == []
 
 
-# In a process that has loaded everything, no compressor finds a kernel that is not there.
-COMPLETE = """
-import warnings, torch, thinwire as tw, warm
-from rows import ROWS
-warm.warm()
-from numba.core.dispatcher import Dispatcher
-from thinwire.kernels import cpu
-import sys
-modules = [m for name, m in sys.modules.items() if name.startswith("thinwire.kernels.cpu")]
-found = {id(f): f for m in modules for f in vars(m).values() if isinstance(f, Dispatcher)}
-def signatures():
-    return {(f.py_func.__module__, f.py_func.__name__, s) for f in found.values()
-            for s in f.signatures}
-before = signatures()
-warnings.simplefilter("ignore")
-normal = torch.randn(70_001, generator=torch.Generator().manual_seed(1))
-for dtype in (torch.float32, torch.float64):
-    for x in (normal[:100].to(dtype), normal.to(dtype), torch.ones_like(normal).to(dtype)):
-        for row in ROWS:
-            c = row.compressor
-            r = torch.zeros_like(x) if row.residual else None
-            received = tw.unpack(tw.pack(c.encode(x, residual=r, key=tw.Key(1))))
-            c.accumulate([received, received], torch.zeros_like(x))
-            c.decode(received)
-for new in sorted(signatures() - before, key=str):
-    print(new)
-"""
+def signatures() -> set[tuple[str, str, object]]:
+    """What is compiled or loaded in this process."""
+    from numba.core.dispatcher import Dispatcher
+
+    modules = [m for name, m in sys.modules.items() if name.startswith("thinwire.kernels.cpu")]
+    found = {id(f): f for m in modules for f in vars(m).values() if isinstance(f, Dispatcher)}
+    return {
+        (f.py_func.__module__, f.py_func.__name__, signature)
+        for f in found.values()
+        for signature in f.signatures
+    }
+
+
+def on_everything() -> list[str]:
+    """In a process that has loaded everything: what else compressors have had to compile."""
+    before = signatures()
+    warnings.simplefilter("ignore")
+    normal = torch.randn(70_001, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.float32, torch.float64):
+        for x in (normal[:100].to(dtype), normal.to(dtype), torch.ones_like(normal).to(dtype)):
+            for row in ROWS:
+                c = row.compressor
+                r = torch.zeros_like(x) if row.residual else None
+                received = tw.unpack(tw.pack(c.encode(x, residual=r, key=tw.Key(1))))
+                c.accumulate([received, received], torch.zeros_like(x))
+                c.decode(received)
+    assert before
+    return sorted(map(str, signatures() - before))
 
 
 def test_everything_that_compressors_run_is_among_what_is_compiled():
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(
-        [sys.executable, "-c", COMPLETE], cwd=here, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stdout, f"compiled late: {done.stdout}"
+    with ranks.Ranks(1) as own:  # forked from one that has done warm.warm() and nothing else
+        assert own.run(on_everything) == [[]], "compiled late"
 
 
 # On several ranks

@@ -1,7 +1,7 @@
 """The examples run as their first lines say.
 
-One of them under torchrun itself, which imports torch three times; the others in processes that
-have it already, with the environment that torchrun would give them.
+One of them under torchrun itself, whose ranks import torch; the others in processes that have it
+already, with the environment that torchrun would give them.
 """
 
 import contextlib
@@ -9,28 +9,34 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import ranks
+import torch.distributed as dist
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def torchrun(processes: int, name: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), str(EXAMPLES / name)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def on_torchrun(arguments: tuple[str, ...], said: str) -> None:
+    """Be `torchrun`, which starts its ranks as programs."""
+    from torch.distributed.run import main
+
+    dist.destroy_process_group()
+    for end in (1, 2):
+        os.dup2(os.open(f"{said}{end}", os.O_WRONLY | os.O_CREAT), end)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main(arguments)
+
+
+def torchrun(processes: int, name: str, folder: Path) -> str:
+    arguments = ("--standalone", "--nproc-per-node", str(processes), str(EXAMPLES / name))
+    with ranks.Ranks(1) as own:
+        own.start(on_torchrun, arguments, str(folder / "said"))
+        (outcome,) = own.outcomes(seconds=100)
+    assert not outcome.error, outcome.error + (folder / "said2").read_text()[-3000:]
+    return (folder / "said1").read_text()
 
 
 def on_example(name: str, arguments: tuple[str, ...], port: int) -> str:
@@ -49,8 +55,8 @@ def started(processes: int, name: str, *arguments: str) -> str:
     return "".join(ranks.run(on_example, name, arguments, port, ranks=processes, seconds=100))
 
 
-def test_all_reduce_loses_nothing():
-    output = torchrun(2, "all_reduce.py")
+def test_all_reduce_loses_nothing(tmp_path):
+    output = torchrun(2, "all_reduce.py", tmp_path)
     lost = float(output.rsplit("to ", 1)[1])
     assert lost < 1e-5  # float32 sums of 50 steps
 

@@ -18,7 +18,6 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from nets import MIN, TIMEOUT, all_same, batch, digest, loss_of, named, net, plain, residuals
 from torch import Tensor, nn
 
@@ -819,6 +818,8 @@ def fresh(case: str) -> tuple[nn.Module, tw.LocalSteps, Any]:
 
 
 def on_resume(case: str, place: str) -> dict[str, bool]:
+    import torch.distributed.checkpoint as dcp
+
     model, steps_taken, optimizer = fresh(case)
     go(model, optimizer, range(7))
     own = copy.deepcopy(steps_taken.state_dict())
@@ -887,6 +888,8 @@ def test_steps_go_on_while_an_exchange_is_under_way() -> None:
 
 
 def on_saved(case: str, place: str) -> dict[str, Tensor]:
+    import torch.distributed.checkpoint as dcp
+
     model, steps_taken, optimizer = fresh(case)
     go(model, optimizer, range(7))
     gathered = steps_taken.gathered_state_dict()
@@ -898,6 +901,8 @@ def on_saved(case: str, place: str) -> dict[str, Tensor]:
 
 
 def on_other_size(case: str, place: str) -> dict[str, Any]:
+    import torch.distributed.checkpoint as dcp
+
     found: dict[str, Any] = {}
     for way in ("gathered", "dcp"):
         model, steps_taken, optimizer = fresh(case)

@@ -44,12 +44,12 @@ class Case(NamedTuple):
 
 
 WIDE, NARROW = torch.float32, torch.bfloat16
-CASES = [  # each collective, each compressor and rounds with both types
+CASES = [  # each collective and rounds with both types
     *(Case("cast:fp16", "summable", dtype) for dtype in (WIDE, NARROW)),
-    *(Case("randomk:0.5,shared=true", "summable", dtype) for dtype in (WIDE, NARROW)),
-    *(Case("lossless", "gather", dtype) for dtype in (WIDE, NARROW)),
-    *(Case("onebit", "twoshot", dtype) for dtype in (WIDE, NARROW)),
-    *(Case("threshold:1.0", "sparse", dtype) for dtype in (WIDE, NARROW)),
+    Case("randomk:0.5,shared=true", "summable", WIDE),
+    Case("lossless", "gather", WIDE),
+    Case("onebit", "twoshot", NARROW),
+    Case("threshold:1.0", "sparse", WIDE),
     *(
         Case("none", "gather", WIDE),
         Case("none", "gather", NARROW, 8),
@@ -237,9 +237,7 @@ def on_all_rounds(limits: list[int | None]) -> list[tuple]:
     return [on_rounds(spec, limits) for spec in ROUNDED]
 
 
-@pytest.mark.parametrize(
-    "limits", [[None, 2, None], [None, None, 32], [4, 16, 2], [8, 8, 8], [16, None, 16]], ids=str
-)
+@pytest.mark.parametrize("limits", [[None, 2, None], [None, None, 32], [4, 16, 2]], ids=str)
 def test_limits_that_differ_between_ranks_lead_to_the_same_rounds(limits):
     done = ranks.run(on_all_rounds, limits, ranks=3)
     for spec, each in zip(ROUNDED, zip(*done, strict=True), strict=True):
@@ -269,7 +267,7 @@ def on_limited(share: float) -> list[tuple[int, int, int]]:
 
 
 def test_rounds_keep_a_gather_below_its_limit():
-    with ranks.Ranks(4) as group:
+    with ranks.Ranks(3) as group:
         for found in group.run(on_limited, 0.5):
             for spec, (real, limit, whole) in zip(LIMITED, found, strict=True):
                 took = f"{spec} took {real / 1e6:.1f} of {limit / 1e6:.1f} MB"

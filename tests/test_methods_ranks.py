@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compil
 
 TIMEOUT = 600.0  # of calls that should not wait for anybody: ranks.py ends them long before
 LONG = 300.0  # seconds for hundreds of calls when the machine is busy
-STEPS = 20
+STEPS = 12
 EPS = 2.0**-52  # of float64
 
 

@@ -146,6 +146,13 @@ def test_a_lab_is_not_projected_and_bytes_repeat(tmp_path: Path) -> None:
     assert "What failed" not in text
 
 
+@pytest.fixture
+def page_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn for the page, not for files besides."""
+    monkeypatch.setattr("thinwire.report.picture.png", lambda *_: b"")
+
+
+@pytest.mark.usefixtures("page_only")
 def test_names_are_escaped() -> None:
     names = ["<b>&\"'", "_$x^2$", "a" * 300, "a" * 299 + "b", "two\nlines"]
     few: dict[str, Any] = {"seeds": 1, "steps": 2, "tensors": 1}
@@ -311,6 +318,7 @@ def test_templates_escape_and_know_their_names() -> None:
         page.render(title="t")
 
 
+@pytest.mark.usefixtures("page_only")
 def test_a_dollar_begins_no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = []
     monkeypatch.setattr(

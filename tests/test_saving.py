@@ -16,7 +16,6 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from nets import digest, named, residuals, train, wired
 
 import thinwire as tw
@@ -348,6 +347,8 @@ def test_another_number_of_ranks_loads_the_same_checkpoint(tmp_path):
 
 
 def on_dcp(directory: str, dies: bool) -> str:
+    import torch.distributed.checkpoint as dcp
+
     run = Run()
     for step in (2, 4):
         run.to(step)
@@ -360,6 +361,8 @@ def on_dcp(directory: str, dies: bool) -> str:
 
 
 def on_dcp_loaded(directory: str) -> tuple[int, int, str]:
+    import torch.distributed.checkpoint as dcp
+
     found = tw.newest_checkpoint(directory)
     assert found is not None
     run = Run()
