@@ -5,7 +5,7 @@ STAMP := $(VENV)/.stamp
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-policies bench-compare chaos soak clean clean-kernels
+.PHONY: help setup test test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-policies bench-compare chaos soak clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ bench-methods: setup  ## Accuracy against bytes for all methods, and what their 
 
 bench-local: setup  ## Loss against bytes of a transformer under AdamW: gradients, updates, local steps (about two hours)
 	$(VENV)/bin/python benchmarks/local.py
+
+bench-fsdp: setup  ## Sharded models on slow links: FSDP2, HSDP, loss (about ten minutes)
+	$(VENV)/bin/python benchmarks/fsdp.py
 
 bench-policies: setup  ## A link that changes, too strong a start, a setting for each layer (20 minutes)
 	$(VENV)/bin/python benchmarks/policies.py link

@@ -165,6 +165,7 @@ def test_attach_says_where_a_framework_keeps_the_ddp_model(kind):
 
 
 WRITER = SimpleNamespace(add_scalar=print)
+TAKES = "TypeError: attach takes a sharded (fully_shard) or DistributedDataParallel"
 REFUSED = {
     "twice": (lambda: tw.attach(wired()[0], "none"), "ValueError: this model has a wire already"),
     "hook": (
@@ -175,20 +176,22 @@ REFUSED = {
         lambda: tw.attach(with_python_reducer(), "none"),
         "ValueError: this model was made with torch._dynamo.config.optimize_ddp",
     ),
-    "bare": (lambda: tw.attach(net(), "none"), "TypeError: attach takes a DistributedDataParallel"),
+    "bare": (
+        lambda: tw.attach(net(), "none"),
+        TAKES,
+    ),
     "module inside": (
         lambda: tw.attach(SimpleNamespace(strategy=SimpleNamespace(model=plain())), "none"),
-        "TypeError: attach takes a DistributedDataParallel model, got SimpleNamespace, whose DDP "
+        f"{TAKES} model, got SimpleNamespace, whose DDP "
         "model is its .strategy.model: attach to that",
     ),
     "compiled inside": (
         lambda: tw.attach(SimpleNamespace(module=SimpleNamespace(_orig_mod=plain())), "none"),
-        "TypeError: attach takes a DistributedDataParallel model, got SimpleNamespace, whose DDP "
-        "model is its .module: attach to that",
+        f"{TAKES} model, got SimpleNamespace, whose DDP model is its .module: attach to that",
     ),
     "class": (
         lambda: tw.attach(DistributedDataParallel, "none"),
-        "TypeError: attach takes a DistributedDataParallel model, DistributedDataParallel is a c",
+        f"{TAKES} model, DistributedDataParallel is a c",
     ),
     "class of a compressor": (lambda: wired(tw.TopK), "TypeError: expected a policy, a compress"),
     "class of a feedback": (
@@ -199,7 +202,10 @@ REFUSED = {
         lambda: wired(scaler=torch.amp.GradScaler),
         "TypeError: scaler must be a GradScaler, got the class GradScaler",
     ),
-    "list": (lambda: tw.attach([], "none"), "TypeError: attach takes a DistributedDataParallel"),
+    "list": (
+        lambda: tw.attach([], "none"),
+        TAKES,
+    ),
     "spec": (lambda: wired("topq:0.1"), "ValueError: "),
     "number": (lambda: wired(0.1), "TypeError: expected a policy, a compressor or a s"),
     "function": (

@@ -107,3 +107,16 @@ def _results(output: str) -> list[str]:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_says_how_to_run_it(path):
     assert "torchrun --standalone --nproc-per-node" in path.read_text().split('"""')[1]
+
+
+def test_fsdp_goes_on_with_another_number_of_ranks(tmp_path):
+    folder, options = str(tmp_path / "checkpoint"), ("--width", "32")
+    saved = started(2, "fsdp.py", *options, "--steps", "4", "--save", folder)
+    assert "quantize:4" in saved
+    assert "blocks.0 (parameters)" in saved
+    resumed = started(3, "fsdp.py", *options, "--steps", "6", "--resume", folder)
+    assert "total of 6 steps" in resumed
+    replicated = started(
+        4, "fsdp.py", *options, "--replicas", "2", "--compressor", "topk:0.1", "--steps", "3"
+    )
+    assert "topk:0.1" in replicated

@@ -319,14 +319,6 @@ def _fsdp_groups(module: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def gathers_for_backward(module: Any) -> bool:
-    """Whether FSDP is about to gather a module's parameters for its backward pass.
-
-    It was told so by nobody, and what is gathered then is what the forward pass had.
-    """
-    return any(group._training_state.name == "PRE_BACKWARD" for group in _fsdp_groups(module))
-
-
 def restore_collectives(module: Any) -> None:
     """Have a module of FSDP gather and reduce by itself again; there are functions to set a
     collective of one's own, but none to take it back."""

@@ -101,8 +101,7 @@ def attach(
     sharded = any(map(is_fully_sharded, ddp.modules())) if isinstance(ddp, nn.Module) else False
     if not sharded and not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
-            f"attach takes a DistributedDataParallel model, or one that fully_shard was applied "
-            f"to, {not_ddp(ddp)}"
+            f"attach takes a sharded (fully_shard) or DistributedDataParallel model, {not_ddp(ddp)}"
         )
     if ddp in FOLLOWED:
         raise ValueError(

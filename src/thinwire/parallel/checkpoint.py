@@ -13,6 +13,7 @@ from the model: what is not a tensor would be pickled.
 """
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Checkpoint:
 
     def __init__(self, wire: Wire, path: Any = None) -> None:
         self._wire = wire
-        self._group = wire._reducer.options.group
+        self._group = wire._state_group
         self._path = path
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +182,7 @@ class LocalCheckpoint(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         if self._path is None:
             own = state_to_bytes(self._wire.state_dict())
-            options = self._wire._reducer.options
+            options = replace(self._wire._reducer.options, group=self._group)
             device = common_device(process_group(self._group))
             lengths = GatherNumbers([own.numel()], "lengths of states", device, options)
             lengths.start()

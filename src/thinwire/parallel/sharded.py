@@ -37,7 +37,7 @@ from thinwire.parallel.step import ExchangeStep, raise_first
 from thinwire.parallel.weights import WeightGather, WeightSettings, explanation
 from thinwire.parallel.wire import Layout, Wire
 from thinwire.policies.base import Measured, Policy, TensorInfo
-from thinwire.reducer.saved_state import ReducerState, states_to_load
+from thinwire.reducer.saved_state import RankState, ReducerState, required, states_to_load
 from thinwire.telemetry import span
 from thinwire.torch_internals import (
     backward_pass,
@@ -547,6 +547,52 @@ class ReplicaWire(ShardedWire):
     def _kept(self, shard: NamedShard, values: Tensor) -> Tensor:
         return shard.padded(values)
 
+    # States are those of all ranks, of all replicas and all shards.
+
+    @property
+    def _state_group(self) -> None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        first = self._groups[0].shards[0]
+        state["shard"] = [dist.get_rank(self._reducer.options.group), first.index, first.count]
+        return state
+
+    def _remembered_by(self, states: Sequence[RankState]) -> Sequence[RankState]:
+        if len(states) == 1:
+            return super()._remembered_by(states)
+        for state in states:
+            required(type(self).__name__, state, ("shard",))
+        index, count = self._groups[0].shards[0].index, self._groups[0].shards[0].count
+        if all(state["shard"][2] == count for state in states):
+            return [state["reducer"] for state in states if state["shard"][1] == index]
+        replicas: dict[int, dict[int, Any]] = {}
+        for state in states:
+            replica, shard, _ = state["shard"]
+            replicas.setdefault(replica, {})[shard] = state["reducer"]
+        return [
+            self._cut_anew([parts[i] for i in sorted(parts)])
+            for _, parts in sorted(replicas.items())
+        ]
+
+    def _cut_anew(self, parts: Sequence[RankState]) -> RankState:
+        """What a replica remembers of this rank's shard, from what its ranks do of theirs; what
+        joint compressors find again is of shards of other shapes, and forgotten."""
+        tensors = {}
+        for name, kept in parts[0]["tensors"].items():
+            shard = self._shards.get(name)
+            if shard is None:  # which is refused later
+                tensors[name] = kept
+                continue
+            tensors[name] = {
+                part: values
+                if part == "steps"
+                else shard.part(shard.joined([each["tensors"][name][part] for each in parts]))
+                for part, values in kept.items()
+            }
+        return {**parts[0], "tensors": tensors, "recalled": {}}
+
 
 class ReplicaHook(ShardedHook):
     """Averages, after FSDP's reduce-scatter, what replicas of a shard have come to."""
@@ -559,7 +605,9 @@ class ReplicaHook(ShardedHook):
         every = self.wire._configuration.check_every
         # Nobody else looks whether replicas begin alike.
         if here.step == 1 or (every and here.step % every == 0):
-            shards = {s.name: s.place.data for group in self._groups for s in group.shards}
+            shards = {
+                s.name: s.place.parameter.to_local() for group in self._groups for s in group.shards
+            }
             check = ReplicaCheck(shards, self._reducer.options)
             here.follow(check.start(async_op=True), set())
 

@@ -83,6 +83,14 @@ class NamedShard:
         padded[: own.numel()].copy_(own)
         return padded
 
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The flat parameter of flat parts, of which there may be another number."""
+        shape, dim = self.place.shape, self.place.dim
+        if not dim:
+            return torch.cat(list(parts))
+        each = [*shape[:dim], shape[dim] // len(parts), *shape[dim + 1 :]]
+        return torch.cat([part.view(each) for part in parts], dim).reshape(-1)
+
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a flat parameter."""
         return self.own(self.rows(whole).view(self.count, -1)[self.index])
@@ -134,6 +142,11 @@ def named_groups(model: nn.Module) -> list[NamedGroup]:
         )
     if any(each.replicated for each in found):
         raise ValueError(TWO_DIMENSIONS)
+    if any(shard.data.is_meta for each in found for shard in each.shards):
+        raise ValueError(
+            "parameters of this model are on the meta device: give them memory and values "
+            "(to_empty, then initialise or load) before attach"
+        )
     names = {id(parameter): name for parameter, name in parameter_names(model)}
     modules = {id(module): name for name, module in model.named_modules()}
     _check_one_group_each(found)

@@ -33,7 +33,7 @@ from thinwire.kernels import Key
 from thinwire.parallel.shards import NamedGroup, stretches
 from thinwire.reducer.units import STEPS, UNCOMPRESSED
 from thinwire.telemetry import Ledger, span
-from thinwire.torch_internals import gathers_for_backward
+from thinwire.torch_internals import backward_pass
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class WeightGather:
         if size != self._group.shards[0].count:
             # After forward FSDP has cut them anew over fewer ranks (reshard_after_forward=n).
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        if self._common is None or not gathers_for_backward(self._group.module):
+        if self._common is None or backward_pass() < 0:
             begin = time.perf_counter()
             with span("gather"):
                 self._renew(input_tensor)

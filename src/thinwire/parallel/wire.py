@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from thinwire import check
 from thinwire.collectives.compiling import compile_in
+from thinwire.collectives.options import Group
 from thinwire.compressors import Compressor, LocalCompressor
 from thinwire.compressors.base import FLOATS
 from thinwire.compressors.compiling import uses_of
@@ -27,6 +29,7 @@ from thinwire.parallel.stats import ErrorMeter, Stats, explanation_of, stats_of,
 from thinwire.policies.base import Decision, Journal, OptimizerKind, Policy, TensorInfo
 from thinwire.policies.layerwise import Layerwise
 from thinwire.reducer.saved_state import (
+    RankState,
     ReducerState,
     check_known,
     gather,
@@ -310,13 +313,18 @@ class Wire:
         layout = self._layout if self._hook is None else self._hook.layout
         return {
             "version": VERSION,
-            **whose(self._reducer.options.group),
+            **whose(self._state_group),
             "step": self.step,
             "scale": self._scale,
             "layout": [list(names) for names in layout],
             "policy": self._choices.state(),
             "reducer": self._reducer_state(),
         }
+
+    @property
+    def _state_group(self) -> Group:
+        """The ranks whose states belong together."""
+        return self._reducer.options.group
 
     def _reducer_state(self) -> dict[str, Any]:
         """What is remembered, as it is saved."""
@@ -338,7 +346,8 @@ class Wire:
         """
         own = self.state_dict()
         moment = f"step {own['step']}"
-        return gather(type(self).__name__, own, moment, self._reducer.options, everywhere)
+        options = replace(self._reducer.options, group=self._state_group)
+        return gather(type(self).__name__, own, moment, options, everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` or `gathered_state_dict` was taken.
@@ -352,7 +361,7 @@ class Wire:
             ValueError: it is the state of another rank, or does not fit; nothing has changed.
         """
         who = type(self).__name__
-        states = states_to_load(who, state, self._reducer.options.group, ("step", "version"))
+        states = states_to_load(who, state, self._state_group, ("step", "version"))
         for one in states:
             required(who, one, ("version",))
             if one["version"] != VERSION:
@@ -364,7 +373,7 @@ class Wire:
         check.whole(who, "step", first["step"], 0)
         check.positive(who, "scale", first["scale"])
         layout = self._read_layout(first["layout"])
-        own = [one["reducer"] for one in states]
+        own = self._remembered_by(states)
         reducer = ReducerState.of(who, own, self._reducer.feedback, self._expected())
         self._choices.load(first["policy"], first["step"])  # all of it, or an error and nothing
         self._adopt(reducer)
@@ -372,6 +381,10 @@ class Wire:
         self._layout = layout
         if self._hook is not None:
             self._hook.replay(layout)
+
+    def _remembered_by(self, states: Sequence[RankState]) -> Sequence[RankState]:
+        """What this rank goes on with the mean of, in its own state or those of all ranks."""
+        return [one["reducer"] for one in states]
 
     def _expected(self) -> Mapping[str, Tensor] | None:
         """All tensors that there will be; None if nobody knows."""
