@@ -299,8 +299,13 @@ def _check_parallel(settings: ComparisonSettings) -> None:
 
     try:
         local_of(settings.weights)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ComparisonSettingError(f"--weights: {error}") from None
+    except TypeError:
+        raise ComparisonSettingError(
+            "--weights must be a compressor that each host applies by itself, such as quantize:8, "
+            f"got {settings.weights}"
+        ) from None
 
 
 def _methods(settings: ComparisonSettings) -> list[Method]:
