@@ -61,6 +61,14 @@ class Named(Protocol):
 
 
 @dataclass
+class Parcel:
+    """Tensors that are sent in one exchange, where they are no units."""
+
+    names: tuple[str, ...]
+    pieces: list[Any]
+
+
+@dataclass
 class Line:
     """What one tensor came to.
 

@@ -8,7 +8,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -35,19 +35,11 @@ from thinwire.reducer.saved_state import (
     states_to_load,
     whose,
 )
-from thinwire.telemetry import Ledger
+from thinwire.telemetry import Ledger, Parcel
 
 ONE_BIT = ScaledSign("l2")
 ALIKE = 2  # steps with the same gradients on all ranks that are no accident
 UNCOMPRESSED = NoCompression()
-
-
-@dataclass
-class Parcel:
-    """What is sent in one exchange, for the ledger."""
-
-    names: tuple[str, ...]
-    pieces: list[Tensor]
 
 
 class OptimizerStats(TypedDict):

@@ -32,7 +32,7 @@ from thinwire.formatting import show_bytes
 from thinwire.kernels import Key
 from thinwire.parallel.shards import NamedGroup, stretches
 from thinwire.reducer.units import STEPS, UNCOMPRESSED
-from thinwire.telemetry import Ledger, span
+from thinwire.telemetry import Ledger, Parcel, span
 from thinwire.torch_internals import backward_pass
 
 
@@ -59,14 +59,6 @@ class WeightSettings:
     ) -> "WeightSettings":
         check.whole("attach", "resync_every", resync_every, 0)
         return cls(local_of(compressor), resync_every, exclude, seed)
-
-
-@dataclass
-class SentTensor:
-    """What a ledger wants to know of it."""
-
-    names: tuple[str, ...]
-    pieces: tuple[Tensor, ...]
 
 
 class DifferenceGather(AllGather):
@@ -193,7 +185,7 @@ class WeightGather:
             f"{what} of {self._group.title}", rows, own, compressor, self._options, key
         )
         handle = exchange.start(async_op=True)
-        self._ledger.note(handle, [SentTensor((title,), (own,))], compressor)
+        self._ledger.note(handle, [Parcel((title,), [own])], compressor)
         handle.wait()
         return rows
 
