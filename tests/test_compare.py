@@ -35,7 +35,7 @@ from thinwire.compare.method import (
 )
 from thinwire.compare.models import CollectiveClock
 from thinwire.compare.place import cluster_of
-from thinwire.compare.rank import Job, RankPlan, RankRecord, Timer, heard, tell
+from thinwire.compare.rank import Job, RankPlan, RankRecord, Timer, heard, run_jobs, tell
 from thinwire.compare.run import Comparison, reason
 from thinwire.compare.settings import (
     METHODS,
@@ -984,6 +984,30 @@ def test_replicas_of_shards_are_compared(forked):
     assert {t.compressor for t in low_rank.tensors} == {"powersgd:1", "none"}
     assert low_rank.bytes_reported < none.bytes_reported
     assert "plain HSDP" in document.verdict
+
+
+@pytest.mark.parametrize(("mesh", "begins"), [(None, []), ("a mesh", ["warm up"])])
+def test_the_first_step_of_sharded_models_counts_for_no_method(mesh, begins, monkeypatch):
+    taken = []
+
+    class Trained:
+        def __init__(self, _task, job, *_):
+            self.name = job.method.name
+
+        def run(self):
+            taken.append(self.name)
+            return record([1.0])
+
+    for name in ("init_process_group", "barrier", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr("thinwire.compare.models.mesh_of", lambda _: mesh)
+    monkeypatch.setattr("thinwire.compare.training.Training", Trained)
+    monkeypatch.setattr("thinwire.compare.training.warm_up", lambda *_: taken.append("warm up"))
+    jobs = Job(read("fsdp", "fsdp"), 0), Job(read("none", "fsdp"), 0)
+    run_jobs(RankPlan(jobs, 9.0, True, workload=SMALL, parallel="fsdp"), None)
+    assert taken == [*begins, "fsdp", "none"]
 
 
 def test_the_clock_of_collectives_counts_what_training_waits_for(monkeypatch):

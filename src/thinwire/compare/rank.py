@@ -201,7 +201,7 @@ def run_jobs(plan: RankPlan, timer: Timer) -> None:
     import torch.distributed as dist
 
     from thinwire.compare.models import mesh_of
-    from thinwire.compare.training import Training
+    from thinwire.compare.training import Training, warm_up
     from thinwire.workloads import workload
 
     torch.set_num_threads(1)
@@ -210,6 +210,8 @@ def run_jobs(plan: RankPlan, timer: Timer) -> None:
     for number, job in enumerate(plan.jobs):
         if dist.get_rank() == 0:
             tell("begin", job=number)
+        if number == 0 and mesh is not None:
+            warm_up(task, plan.parallel, mesh)
         record = Training(task, job, plan, timer, mesh).run()
         tell("end", job=number, rank=dist.get_rank(), record=asdict(record))
         dist.barrier()
