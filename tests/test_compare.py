@@ -1,5 +1,6 @@
 """`thinwire compare`: methods by name, what is computed from measurements, and real small runs."""
 
+import io
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +18,8 @@ import comparisons
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
+from rich.console import Console
 
 from thinwire.cli import main
 from thinwire.compare import analysis, counters
@@ -29,18 +33,22 @@ from thinwire.compare.method import (
     to_json,
     uses_of_method,
 )
+from thinwire.compare.models import CollectiveClock
 from thinwire.compare.place import cluster_of
-from thinwire.compare.rank import Job, RankPlan, RankRecord, Timer, heard, tell
+from thinwire.compare.rank import Job, RankPlan, RankRecord, Timer, heard, run_jobs, tell
 from thinwire.compare.run import Comparison, reason
 from thinwire.compare.settings import (
     METHODS,
+    PARALLELISMS,
     WORKLOAD,
     ComparisonSettingError,
     ComparisonSettings,
 )
+from thinwire.compare.table import print_document
 from thinwire.compare.training import Training, shared_out
 from thinwire.lab import HostFailedError, Lab, Loopback, Result
 from thinwire.report import read_document
+from thinwire.report.page import draw
 from thinwire.workloads import Workload, workload
 
 SMALL = "images:batch_size=4,per_class=20,test_per_class=5,width=4"
@@ -848,3 +856,260 @@ def test_ctrl_c_leaves_no_process_and_a_report_of_what_was_done(script, tmp_path
     assert "interrupted" in rest
     assert not children_of(mine.name)
     assert read_document(tmp_path / "out" / "data.json").interrupted
+
+
+# Sharded models
+
+
+def test_methods_for_sharded_models_have_the_feedback_that_attach_would_choose():
+    assert [read(name, "fsdp").name for name in ("quantize:4", "quantize:2", "topk:0.1")] == [
+        *("quantize:4", "quantize:2+ef14", "topk:0.1+ef14")
+    ]
+    assert read("quantize:4+ef14", "fsdp").name == "quantize:4+ef14"
+    assert [read(name, "hsdp").name for name in ("quantize:4", "dgc:0.1", "powersgd:4")] == [
+        *("quantize:4+ef14", "dgc:0.1", "powersgd:4+ef14")
+    ]
+    for name, each in PARALLELISMS.items():
+        assert each.baselines[0] == name
+        assert [read(text, name).name for text in (*each.baselines, *each.methods)] == [
+            *(*each.baselines, *each.methods)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fsdp", "--with", "ddp"], "it is the baseline of --parallel ddp"),
+        (["ddp", "--with", "fsdp"], "it is the baseline of --parallel fsdp"),
+        (["fsdp", "--with", "torch:fp16"], "it is a hook of DistributedDataParallel"),
+        (["hsdp", "--with", "diloco:5"], "local steps train a whole model on each host"),
+        (["hsdp", "--with", "onebit-adam"], "it exchanges gradients of a whole model by itself"),
+        (["fsdp", "--with", "powersgd:4"], "powersgd:4 does not go with --parallel fsdp: "),
+        (["fsdp", "--with", "dgc:0.1"], "needs averages on all ranks, and FSDP scatters them"),
+        (["ddp", "--weights", "quantize:8"], "--weights is for --parallel fsdp"),
+        (["hsdp", "--weights", "quantize:8"], "--weights is for --parallel fsdp"),
+        (
+            ["fsdp", "--weights", "powersgd:4"],
+            "applies by itself, such as quantize:8, got powersgd:4",
+        ),
+        (["fsdp", "--weights", "quantise:8"], "--weights: unknown compressor 'quantise'"),
+        (["hsdp", "--hosts", "3"], "3 hosts cannot be divided so for 2 replicas, 4 could"),
+        (["hsdp", "--racks", "4", "--inter", "1mbit"], "for --racks 4, 8 could"),
+    ],
+)
+def test_what_does_not_go_with_sharded_models_is_told_in_a_line(
+    words, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", "--parallel", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_racks_hold_the_replicas_of_shards():
+    def replicas(**more):
+        return ComparisonSettings(**more).replicas
+
+    assert replicas(parallel="hsdp", hosts=6) == 2
+    assert replicas(parallel="hsdp", hosts=6, racks=3, inter="1mbit") == 3
+    assert (replicas(parallel="fsdp"), replicas(parallel="ddp", hosts=6)) == (1, 6)
+
+
+@pytest.mark.parametrize(("parallel", "title"), [("fsdp", "FSDP2"), ("hsdp", "HSDP")])
+def test_sharded_models_are_compared_with_plain_ones(parallel, title, monkeypatch):
+    methods = [method_row(parallel, runs_of(1.0, 80.0)), method_row("onebit", runs_of(0.1, 80.0))]
+    document = document_with(methods, parallel=parallel, weights="quantize:8")
+    document.baseline = parallel
+    analysis.summarise(document)
+    verdict = document.verdict = verdict_of(document)
+    assert verdict.startswith(f"onebit reached plain {title}'s final loss 10.0x sooner")
+    assert verdict.endswith(f"(plain {title} 80).")
+    console = Console(file=io.StringIO(), width=200)
+    print_document(document, console)
+    shown = console.file.getvalue()
+    assert f"{title}'s" in shown.partition("onebit")[0]
+    assert "parameters by quantize:8" in shown
+    monkeypatch.setattr("thinwire.report.page.SECTIONS", {})
+    page = draw(document).html
+    assert f"sharded by {title}, parameters gathered by quantize:8" in page
+    assert f"plain {title}" in page
+    assert "DDP" not in page + shown
+
+
+def sharded(parallel, hosts, *methods, **settings):
+    """The document of a comparison on loopback, and the first runs of its methods."""
+    comparison = Comparison(
+        ComparisonSettings(
+            parallel=parallel,
+            baselines=(parallel,),
+            methods=methods,
+            hosts=hosts,
+            project=True,
+            links=("1mbit",) * hosts,
+            **settings,
+        )
+    )
+    document = comparison.run(Quiet(), "command")
+    assert {m.name: m.error for m in document.methods if m.error} == {}
+    return document, {method.name: method.runs[0] for method in document.methods}
+
+
+def test_models_sharded_by_fsdp_are_compared(forked):
+    task = {"workload": SMALL, "steps": 2, "evaluations": 1}
+    document, runs = sharded("fsdp", 2, "none", "quantize:4", weights="quantize:8", **task)
+    assert runs.keys() == {"fsdp", "none", "quantize:4"}
+    plain, none, four = runs.values()
+    # One model, one data; parameters that are sent whole at first.
+    assert none.losses[0] == four.losses[0] == plain.losses[0]
+    assert none.losses == pytest.approx(plain.losses, rel=1e-3)
+    assert four.losses[1] not in (none.losses[1], plain.losses[1])
+    assert [run.evaluations[0].step for run in runs.values()] == [2] * 3
+    assert {t.compressor for t in four.tensors} == {"quantize:4", "none", "quantize:8"}
+    assert plain.bytes_reported is None
+    assert four.bytes_reported < none.bytes_reported < plain.bytes_counted
+    for run in runs.values():
+        assert 0 < run.split.network < run.split.whole
+    assert document.baseline == "fsdp"
+    assert "plain FSDP2" in document.verdict
+    assert any("over gloo plain FSDP2 sends" in note for note in document.notes)
+
+
+def test_replicas_of_shards_are_compared(forked):
+    task = {"workload": SMALL, "steps": 2, "evaluations": 1}
+    document, runs = sharded("hsdp", 4, "none", "powersgd:1", **task)
+    plain, none, low_rank = runs.values()
+    # A mean of four, whose sums are formed in another order.
+    assert none.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert none.final_metric == plain.final_metric
+    assert {t.compressor for t in low_rank.tensors} == {"powersgd:1", "none"}
+    assert low_rank.bytes_reported < none.bytes_reported
+    assert "plain HSDP" in document.verdict
+
+
+@pytest.mark.parametrize(("mesh", "begins"), [(None, []), ("a mesh", ["warm up"])])
+def test_the_first_step_of_sharded_models_counts_for_no_method(mesh, begins, monkeypatch):
+    taken = []
+
+    class Trained:
+        def __init__(self, _task, job, *_):
+            self.name = job.method.name
+
+        def run(self):
+            taken.append(self.name)
+            return record([1.0])
+
+    for name in ("init_process_group", "barrier", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr("thinwire.compare.models.mesh_of", lambda _: mesh)
+    monkeypatch.setattr("thinwire.compare.training.Training", Trained)
+    monkeypatch.setattr("thinwire.compare.training.warm_up", lambda *_: taken.append("warm up"))
+    jobs = Job(read("fsdp", "fsdp"), 0), Job(read("none", "fsdp"), 0)
+    run_jobs(RankPlan(jobs, 9.0, True, workload=SMALL, parallel="fsdp"), None)
+    assert taken == [*begins, "fsdp", "none"]
+
+
+def test_the_clock_of_collectives_counts_what_training_waits_for(monkeypatch):
+    calls = []
+    monkeypatch.setattr(dist, "all_reduce", lambda *args: calls.append(args) or "done")
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *args: dist.all_reduce(*args))
+    before = dist.all_reduce
+    with CollectiveClock() as clock:
+        other = threading.Thread(target=dist.all_reduce, args=(1,))
+        other.start()
+        other.join()
+        assert clock.seconds == 0
+        assert dist.all_gather_into_tensor(2) == "done"
+        first = clock.seconds
+        assert first > 0
+        dist.all_reduce(3)
+        assert clock.seconds > first
+    assert dist.all_reduce is before
+    assert calls == [(1,), (2,), (3,)]
+
+
+SHARDED_SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import thinwire as tw
+
+how = sys.argv[1]
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2),
+                        mesh_dim_names=("replicate", "shard"))
+model = torch.nn.Sequential(torch.nn.Linear(200, 100), torch.nn.Linear(100, 10))
+for part in (model[0], model):
+    fully_shard(part, mesh=mesh["shard"])
+if how == "attach":
+    wire = tw.attach(model, "topk:0.5", min_numel=10)
+elif how == "replicas":
+    wire = tw.attach(model, "topk:0.5", replicate=mesh["replicate"])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + int(os.environ["THINWIRE_SEED"]))
+for step in range(3):
+    x = torch.randn(8, 200)
+    for last in (False, True):  # accumulation: the two passes are one step
+        model.set_requires_gradient_sync(last)
+        (model(x) - 1).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+tw.track(90.0, "score, $")
+if how in ("attach", "replicas"):
+    assert wire.summary()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def sharded_script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SHARDED_SCRIPT)
+    return str(path)
+
+
+def test_a_script_that_shards_its_model_is_compared(forked, sharded_script):
+    document, runs = sharded(
+        "fsdp", 2, "topk:0.01", "script", workload=sharded_script, arguments=("plain",),
+        weights="quantize:8",
+    )  # fmt: skip
+    assert {run.steps for run in runs.values()} == {3}
+    assert {run.final_metric for run in runs.values()} == {90.0}
+    assert document.settings.parameters == 20_100 + 1_010
+    plain, topk, own = runs.values()
+    assert own.losses == plain.losses
+    assert topk.losses[0] == plain.losses[0]
+    assert {t.compressor for t in topk.tensors} == {"topk:0.01", "none", "quantize:8"}
+    assert plain.tensors == own.tensors == []
+    assert topk.bytes_reported < plain.bytes_counted
+
+
+def test_a_script_that_attaches_to_its_sharded_model_is_compared(forked, sharded_script):
+    _, runs = sharded(
+        "fsdp", 2, "topk:0.01", "script", workload=sharded_script, arguments=("attach",)
+    )
+    plain, topk, own = runs.values()
+    assert plain.tensors == []
+    assert {t.compressor for t in topk.tensors} == {"topk:0.01", "none"}
+    assert {t.compressor for t in own.tensors} == {"topk:0.5", "none"}
+    assert topk.bytes_reported < own.bytes_reported
+
+
+def test_a_script_with_replicas_of_shards_is_compared(forked, sharded_script):
+    _, runs = sharded("hsdp", 4, "none", workload=sharded_script, arguments=("replicas",))
+    plain, none = runs.values()
+    assert none.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert plain.tensors == []
+    assert {t.compressor for t in none.tensors} == {"none"}
+
+
+def test_a_script_with_replicas_must_say_which(forked, sharded_script):
+    settings = ComparisonSettings(
+        parallel="hsdp", baselines=("hsdp",), methods=("hsdp",), project=True,
+        workload=sharded_script, arguments=("plain",), hosts=4,
+    )  # fmt: skip
+    document = Comparison(settings).run(Quiet(), "command")
+    assert "the script must say over which group replicas" in document.methods[0].error

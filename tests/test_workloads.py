@@ -40,6 +40,14 @@ def train(task: Workload, steps: int, seed: int = 0) -> tuple[torch.nn.Module, l
     return model, losses
 
 
+def test_parts_of_a_model_are_sharded_but_for_small_ones() -> None:
+    images, text = Images(), Text(width=32, layers=3, heads=2)
+    model = images.model()
+    assert images.shards(model) == [model[3], model[7]]
+    transformer = text.model()
+    assert text.shards(transformer) == list(transformer.blocks)
+
+
 @pytest.mark.parametrize("name", data.SHA256)
 def test_files_are_those_of_their_readme(name: str) -> None:
     folder = data.resources.files("thinwire.workloads") / "data"

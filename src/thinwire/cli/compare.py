@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from thinwire.cli.parsing import INTERRUPTED, Commands, complain, patient
 from thinwire.compare.settings import (
     BASELINE,
-    BASELINES,
     EVALUATIONS,
     HOSTS,
     LINK,
     METHODS,
+    PARALLELISMS,
     STEPS,
     WORKLOAD,
     ComparisonSettingError,
@@ -37,9 +37,9 @@ and picture says so.
 """
 _EPILOG = f"""\
 methods:
-  ddp                     plain DistributedDataParallel, fp32
+  ddp, fsdp, hsdp         plain PyTorch, fp32: of what --parallel says
   torch:fp16, torch:bf16, torch:powersgd[:RANK]
-                          PyTorch's own hooks; with ddp they are always measured
+                          PyTorch's own hooks for DDP; always measured there
   dgc:0.001, signsgd ...  named methods (see thinwire methods)
   diloco:50, sparseloco, adam-update, local-sgd:10,compressor=(quantize:4) ...
                           those that exchange what optimizers have done, after
@@ -50,13 +50,16 @@ methods:
                           (see thinwire compressors, thinwire feedbacks)
   auto, bandwidth:(...)   what chooses compressors (see thinwire policies)
   script                  your script, unchanged
-  by default: {", ".join(METHODS)}
+  by default: {", ".join(METHODS)};
+  with --parallel fsdp {", ".join(PARALLELISMS["fsdp"].methods)}
 
 workloads:
   images, text            bundled, with arguments such as images:batch_size=64
   SCRIPT.py               your own, run as by torchrun with what follows --; its
-                          DistributedDataParallel models get each method in
-                          turn, every backward() is a step, and
+                          DistributedDataParallel models (with --parallel fsdp,
+                          those that fully_shard was applied to; with hsdp, those
+                          that it gives to tw.attach) get each method in turn,
+                          every backward() is a step, and
                           tw.track(accuracy, "accuracy, %") reports the metric
 
 examples:
@@ -64,6 +67,8 @@ examples:
   thinwire compare --with "topk:0.001, onebit" --link 1gbit --sweep 10mbit
   thinwire compare --workload text --steps 600 --seeds 3 --out report/text
   thinwire compare --workload text --link 10mbit --with "sparseloco, diloco:20"
+  thinwire compare --parallel fsdp --workload text --weights quantize:8
+  thinwire compare --parallel hsdp --racks 2 --inter 20mbit --link 1gbit
   thinwire compare --workload train.py --hosts 2 --link 50mbit -- --epochs 1
 
 Exit code: 0; 1 if a method that was asked for failed or diverged; 2 for wrong
@@ -83,6 +88,19 @@ def add(commands: Commands) -> None:
     )
     what = parser.add_argument_group("what is trained")
     what.add_argument("--workload", metavar="NAME", default=WORKLOAD, help=f"default: {WORKLOAD}")
+    what.add_argument(
+        "--parallel",
+        choices=list(PARALLELISMS),
+        default=BASELINE,
+        help="how PyTorch divides training: replicas (ddp), shards (fsdp, FSDP2), or replicas of "
+        f"shards (hsdp), one per rack or two; default: {BASELINE}",
+    )
+    what.add_argument(
+        "--weights",
+        metavar="COMPRESSOR",
+        help="with --parallel fsdp, of the parameters that methods of thinwire gather: quantize:8; "
+        "default: uncompressed",
+    )
     what.add_argument(
         "--with", dest="methods", metavar="METHODS", action="append", help="methods, see below"
     )
@@ -218,11 +236,14 @@ def _settings(arguments: argparse.Namespace) -> ComparisonSettings:
     if steps is None and arguments.seconds is None and workload == WORKLOAD:
         steps = STEPS
     hosts, links = _links(arguments)
+    parallelism = PARALLELISMS[arguments.parallel]
     return ComparisonSettings(
         workload=workload,
         arguments=tuple(arguments.arguments),
-        methods=methods or METHODS,
-        baselines=(BASELINE,) if arguments.no_torch_hooks else BASELINES,
+        parallel=arguments.parallel,
+        methods=methods or parallelism.methods,
+        baselines=parallelism.baselines[: 1 if arguments.no_torch_hooks else None],
+        weights=arguments.weights,
         hosts=hosts,
         links=links,
         racks=arguments.racks,

@@ -24,7 +24,7 @@ from thinwire.compare.document import (
     TrainingRun,
 )
 from thinwire.compare.rank import RankRecord
-from thinwire.compare.settings import BASELINE
+from thinwire.compare.settings import PARALLELISMS
 from thinwire.formatting import in_words, show_number, show_ratio, show_seconds
 from thinwire.lab import parse_rate
 from thinwire.machine import machine, versions
@@ -50,6 +50,8 @@ def document_of(comparison: "Comparison", command: str, interrupted: bool) -> Do
         notes=comparison.notes,
         settings=DocumentSettings(
             workload=settings.workload,
+            parallel=settings.parallel,
+            weights=settings.weights,
             metric=comparison.metric,
             higher_is_better=comparison.higher_is_better,
             parameters=comparison.parameters,
@@ -64,7 +66,7 @@ def document_of(comparison: "Comparison", command: str, interrupted: bool) -> Do
             seeds=list(settings.seeds),
             command=command,
         ),
-        baseline=BASELINE,
+        baseline=settings.parallel,
         methods=[_result(outcome, slowest) for outcome in outcomes],
         interrupted=interrupted,
     )
@@ -297,7 +299,7 @@ def verdict_of(document: Document) -> str:
     """One or two sentences: what won, by how much, and at what price."""
     base = document.base
     if base is None or base.summary is None:
-        return "There is nothing to compare with: plain DDP did not finish."
+        return f"There is nothing to compare with: {_plain(document)} did not finish."
     rivals = [
         (method, method.summary)
         for method in document.methods
@@ -313,8 +315,8 @@ def verdict_of(document: Document) -> str:
         fastest, summary = max(rivals, key=lambda each: each[1].step_speedup or 0.0)
         what = "no method was faster" if good else "no method ended as well"
         return (
-            f"Compression does not pay here: on {where} {what}. Plain DDP spends {share:.0%} of a "
-            f"step on the network; the fastest other method, {fastest.name}, takes "
+            f"Compression does not pay here: on {where} {what}. Of a step {_plain(document)} "
+            f"spends {share:.0%} on the network; the fastest other method, {fastest.name}, takes "
             f"{1 / (summary.step_speedup or 1.0):.2f} times as long per step."
         )
     return " ".join([_won(document, *best, base.summary), *_ends(document, best[0])])
@@ -338,24 +340,24 @@ def _gain(summary: MethodSummary) -> float:
 
 
 def _won(document: Document, best: MethodResult, mine: MethodSummary, theirs: MethodSummary) -> str:
-    where = _where(document)
+    where, plain = _where(document), _plain(document)
     fewer = f" with {show_number(mine.fewer_bytes)}x fewer bytes" if mine.fewer_bytes else ""
     if mine.to_target and theirs.to_target:
         text = (
-            f"{best.name} reached plain DDP's final loss {show_ratio(mine.to_target.speedup)} "
+            f"{best.name} reached {plain}'s final loss {show_ratio(mine.to_target.speedup)} "
             f"sooner on {where} ({show_seconds(mine.to_target.seconds)} instead of "
             f"{show_seconds(theirs.to_target.seconds)}){fewer}"
         )
     else:
         text = (
-            f"{best.name} was {show_ratio(mine.step_speedup)} faster per step than plain DDP on "
+            f"{best.name} was {show_ratio(mine.step_speedup)} faster per step than {plain} on "
             f"{where}{fewer}"
         )
     if mine.final_metric is None or theirs.final_metric is None:
         return f"{text}."
     name, _, unit = (document.settings.metric or "metric").partition(", ")
     unit = f" {unit}" if unit else ""
-    ended = f"{mine.final_metric.mean:.4g}{unit} (plain DDP {theirs.final_metric.mean:.4g})"
+    ended = f"{mine.final_metric.mean:.4g}{unit} ({plain} {theirs.final_metric.mean:.4g})"
     return f"{text}, and ended at a {name} of {ended}."
 
 
@@ -373,6 +375,11 @@ def _ends(document: Document, best: MethodResult) -> list[str]:
     lost = [link for link, gain in gains.items() if gain < _WORTH]
     end = f" It no longer pays from {lost[0]} on." if lost else ""
     return [f"A step was faster by {told}.{end}"]
+
+
+def _plain(document: Document) -> str:
+    """The baseline, as people call it."""
+    return f"plain {PARALLELISMS[document.settings.parallel].title}"
 
 
 def _where(document: Document) -> str:

@@ -12,6 +12,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from thinwire.compare.settings import BASELINE, ParallelName
+
 SCHEMA = "thinwire.compare/1"
 
 
@@ -141,6 +143,8 @@ class DocumentSettings(DocumentPart):
     """What was asked for."""
 
     workload: str
+    parallel: ParallelName = BASELINE
+    weights: str | None = None
     metric: str | None
     higher_is_better: bool | None
     parameters: int | None = None
@@ -191,6 +195,8 @@ class Document(DocumentPart):
     def to_json(self) -> str:
         """The text of a data.json. Raises ValueError if what was put in is not of its type."""
         values = {"schema": SCHEMA, **self.model_dump(warnings=False)}
+        # What an earlier version wrote stays as it is, with the fewer settings of that time.
+        values["settings"] = self.settings.model_dump(warnings=False, exclude_unset=True)
         parse_document(values)  # what was assigned after it was made has not been checked
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
 

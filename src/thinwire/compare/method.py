@@ -1,6 +1,6 @@
 """The methods that can be compared, by name.
 
-ddp                    DistributedDataParallel, uncompressed
+ddp, fsdp, hsdp        DistributedDataParallel, FSDP2 or HSDP, uncompressed
 torch:fp16, :bf16      PyTorch's own hooks
 torch:powersgd[:RANK]
 COMPRESSOR[+FEEDBACK]  thinwire, as in "topk:0.01|quantize:4+ef14"; without a feedback "auto"
@@ -13,11 +13,17 @@ onebit-adam, onebit-lamb, zero-one-adam, demo
 script                 a user's script, unchanged
 """
 
+import contextlib
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from thinwire.compare.settings import ComparisonSettingError
+from thinwire.compare.settings import (
+    BASELINE,
+    PARALLELISMS,
+    ComparisonSettingError,
+    ParallelName,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
 _ARGUMENT = re.compile(rf"({_NUMBER}|\(.*\))(\+.*)?|true|false|none|[^:|+(]*=.*", re.IGNORECASE)
 _TITLES = {
-    "ddp": "plain DDP, fp32",
+    **{str(name): f"plain {each.title}, fp32" for name, each in PARALLELISMS.items()},
     "torch:fp16": "torch's fp16 hook",
     "torch:bf16": "torch's bf16 hook",
     "script": "the script, unchanged",
@@ -119,9 +125,16 @@ def split(text: str) -> list[str]:
     return methods
 
 
-def read(text: str) -> Method:
-    """The method of that name. Raises ComparisonSettingError that says what is known."""
-    method = _read(text)
+def read(text: str, parallel: ParallelName = BASELINE) -> Method:
+    """The method of that name, for models that are divided like this (see `PARALLELISMS`).
+
+    Raises ComparisonSettingError that says what is known, or why it does not fit.
+    """
+    method = _read(text, parallel)
+    if (why := _misfit(method, parallel)) is not None:
+        raise ComparisonSettingError(
+            f"{text.strip()} does not go with --parallel {parallel}: {why}"
+        )
     try:
         back = from_json(to_json(method))
     except (TypeError, ValueError, OSError) as error:
@@ -138,7 +151,55 @@ def _unreadable(text: str, why: str) -> str:
     )
 
 
-def _read(text: str) -> Method:
+def _misfit(method: Method, parallel: ParallelName) -> str | None:
+    """Why a method cannot train models that are divided like this, if so."""
+    if method.name in PARALLELISMS:
+        own = f"it is the baseline of --parallel {method.name}"
+        return own if method.name != parallel else None
+    if parallel == BASELINE:
+        return None
+    if method.kind == "torch":
+        return "it is a hook of DistributedDataParallel, and FSDP takes none"
+    if method.kind == "local":
+        return "local steps train a whole model on each host, and FSDP's hosts have parts of one"
+    if method.kind == "optimizer":
+        return (
+            "it exchanges gradients of a whole model by itself, and FSDP's hosts have parts of one"
+        )
+    if parallel == "fsdp" and method.policy is not None and method.feedback is not None:
+        try:
+            _scattered_feedback(method.policy, method.feedback)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def _scattered_feedback(policy: "Policy", feedback: "Feedback | str") -> "Feedback | str":
+    """The feedback that `attach` would take for a sharded model. Raises ValueError if none does."""
+    from thinwire.parallel.configuration import Configuration
+    from thinwire.parallel.sharded import for_scatter
+
+    configuration = Configuration.of(
+        policy,
+        None,
+        feedback=feedback,
+        collective="auto",
+        nodes=None,
+        min_numel=None,
+        exclude=(),
+        scaler=None,
+        optimizer=None,
+        seed=0,
+        average="world",
+        max_bytes=None,
+        timeout=None,
+        check_every=0,
+        measure_every=0,
+    )
+    return for_scatter(configuration).feedback
+
+
+def _read(text: str, parallel: ParallelName) -> Method:
     name = text.strip().lower()
     if name in _TITLES:
         return Method(name, _TITLES[name], "script" if name == "script" else "torch")
@@ -178,10 +239,13 @@ def _read(text: str) -> Method:
         remembering = feedback_for(chosen.main, feedback[0] if feedback else "auto")
     except (TypeError, ValueError) as error:
         known = (
-            "ddp, torch:fp16, torch:bf16, torch:powersgd, COMPRESSOR or POLICY[+FEEDBACK], a name "
-            "that thinwire methods lists, such as dgc or diloco"
+            f"{', '.join(PARALLELISMS)}, torch:fp16, torch:bf16, torch:powersgd, COMPRESSOR or "
+            "POLICY[+FEEDBACK], a name that thinwire methods lists, such as dgc or diloco"
         )
         raise ComparisonSettingError(f"{text!r} is no method ({known}): {error}") from None
+    if parallel == "fsdp" and not feedback:
+        with contextlib.suppress(ValueError):  # a misfit, which is told of with its name
+            remembering = feedback_for(chosen.main, _scattered_feedback(chosen, "auto"))
     name = str(chosen) if remembering.name == "none" else f"{chosen}+{remembering}"
     return Method(name, name, "thinwire", chosen, remembering)
 

@@ -4,11 +4,11 @@ Trains one job of the plan after the other and prints events. A failure ends the
 of the others is unknown then, and who started this starts anew behind the job that failed.
 
 With a script there is one job. The script runs as under torchrun: every DistributedDataParallel
-model that it makes gets the method, `thinwire.attach` and `LocalSteps` keep their other options,
-and every backward pass is a step, whose loss is what `backward()` was called on. A method of local
-steps begins when there are a model and an optimizer of its parameters, and is finished when the
-script ends or destroys its process group. With the method "script" nothing is changed, only
-measured.
+model that it makes, or model that it has sharded by `fully_shard`, gets the method,
+`thinwire.attach` and `LocalSteps` keep their other options, and every backward pass is a step,
+whose loss is what `backward()` was called on. A method of local steps begins when there are a model
+and an optimizer of its parameters, and is finished when the script ends or destroys its process
+group. With the method "script" nothing is changed, only measured.
 
 Torch is imported only when the timer against hangs has been set.
 """
@@ -22,13 +22,16 @@ import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from weakref import WeakSet
 
 from thinwire.compare.method import Method, from_json, to_json
+from thinwire.compare.settings import BASELINE, ParallelName
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
+    from thinwire.compare.models import CollectiveClock
     from thinwire.parallel.wire import Wire
 
 START_SECONDS = 60.0  # for a rank to import torch and find the others, on top of the patience
@@ -66,7 +69,9 @@ class RankPlan:
         loopback: whether the ranks share the counters of one interface.
         projected_rate: if times will be projected, the bits per second of the slowest link.
         probe_steps: of a job with a link.
-        workload, steps, seconds, target, evaluations: as in `ComparisonSettings`.
+        replicas: with "hsdp", how often there is a whole model.
+        workload, parallel, weights, steps, seconds, target, evaluations: as in
+            `ComparisonSettings`.
     """
 
     jobs: tuple[Job, ...]
@@ -75,6 +80,9 @@ class RankPlan:
     projected_rate: int | None = None
     probe_steps: int = 0
     workload: str = ""
+    parallel: ParallelName = BASELINE
+    replicas: int = 1
+    weights: str | None = None
     steps: int | None = None
     seconds: float | None = None
     target: float | None = None
@@ -192,16 +200,19 @@ def run_jobs(plan: RankPlan, timer: Timer) -> None:
     import torch
     import torch.distributed as dist
 
-    from thinwire.compare.training import Training
+    from thinwire.compare.models import mesh_of
+    from thinwire.compare.training import Training, warm_up
     from thinwire.workloads import workload
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    task = workload(plan.workload)
+    task, mesh = workload(plan.workload), mesh_of(plan)
     for number, job in enumerate(plan.jobs):
         if dist.get_rank() == 0:
             tell("begin", job=number)
-        record = Training(task, job, plan, timer).run()
+        if number == 0 and mesh is not None:
+            warm_up(task, plan.parallel, mesh)
+        record = Training(task, job, plan, timer, mesh).run()
         tell("end", job=number, rank=dist.get_rank(), record=asdict(record))
         dist.barrier()
     dist.destroy_process_group()
@@ -216,7 +227,8 @@ def run_script(plan: RankPlan, timer: Timer, words: list[str]) -> None:
     if rank == 0:
         tell("begin", job=0)
     torch.manual_seed(job.seed)
-    observer = _ScriptObserver(job, plan, timer)
+    kind = _ScriptObserver if plan.parallel == BASELINE else _ShardedScriptObserver
+    observer = kind(job, plan, timer)
     observer.install()
     sys.argv = words
     sys.path[0] = str(Path(words[0]).resolve().parent)
@@ -238,35 +250,31 @@ class _ScriptObserver:
 
         self._method, self._seed, self._timer = job.method, job.seed, timer
         world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        self._meter = TrainingMeter(world, plan.loopback, speaks=rank == 0)
-        self._models: list[DistributedDataParallel] = []
+        self._meter = TrainingMeter(world, plan.loopback, rank == 0, self._clock())
+        self._models: list[Any] = []
         self._optimizers: list[Optimizer] = []
         self._wires: dict[int, Wire] = {}  # by the id of their model
         self._about: dict[str, Any] = {}
         self._started = False
         self._losses: list[float] = []  # of passes that do not exchange anything yet
 
+    def _clock(self) -> "CollectiveClock | None":
+        return None
+
     def install(self) -> None:
         import torch
         import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
 
         import thinwire.parallel
         import thinwire.parallel.attachment
         import thinwire.parallel.local
-        from thinwire.compare.training import ddp_options
         from thinwire.telemetry import listen
 
-        ddp: Any = DistributedDataParallel
         tensors: Any = torch.Tensor
         optimizers: Any = torch.optim.Optimizer
-        original_init, original_backward = ddp.__init__, tensors.backward
+        original_backward = tensors.backward
         original_optimizer, original_destroy = optimizers.__init__, dist.destroy_process_group
         self._attach = thinwire.parallel.attachment.attach
-
-        def init(model: Any, *args: Any, **options: Any) -> None:
-            original_init(model, *args, **{**options, **ddp_options(self._method)})
-            self._made(model)
 
         def backward(tensor: Any, *args: Any, **options: Any) -> None:
             self._begin_pass()
@@ -283,7 +291,8 @@ class _ScriptObserver:
                 self.finish()
             original_destroy(group)
 
-        ddp.__init__, tensors.backward = init, backward
+        tensors.backward = backward
+        self._observe_models()
         for module in ("thinwire", "thinwire.parallel", "thinwire.parallel.attachment"):
             setattr(sys.modules[module], "attach", self._attached)  # noqa: B010, for mypy
         for module in ("thinwire", "thinwire.parallel", "thinwire.parallel.local"):
@@ -293,6 +302,21 @@ class _ScriptObserver:
             for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
                 setattr(sys.modules[module], "destroy_process_group", destroy)  # noqa: B010
         listen(self._tracked)
+
+    def _observe_models(self) -> None:
+        """Learn of each model that is to get the method."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        from thinwire.compare.models import ddp_options
+
+        ddp: Any = DistributedDataParallel
+        original = ddp.__init__
+
+        def init(model: Any, *args: Any, **options: Any) -> None:
+            original(model, *args, **{**options, **ddp_options(self._method)})
+            self._made(model)
+
+        ddp.__init__ = init
 
     def _made(self, model: "DistributedDataParallel") -> None:
         from thinwire.compare.training import equip
@@ -401,15 +425,22 @@ class _ScriptObserver:
             before = self._wires.pop(id(ddp), None)
             if before is not None:
                 before.detach()
-            if self._method.named:
-                compressor = self._method.name
-                options.pop("feedback", None)
-            else:
-                compressor, options["feedback"] = self._method.policy, self._method.feedback
+            compressor, options = self._in_place_of(options)
         wire = self._attach(model, compressor, **options)
         if self._method.kind != "torch":
             self._wires[id(ddp)] = wire
         return wire
+
+    def _in_place_of(self, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The method as a compressor for `attach`, and a script's options without its own."""
+        if self._method.named:
+            kept = {key: value for key, value in options.items() if key != "feedback"}
+            return self._method.name, kept
+        return self._method.policy, {**options, "feedback": self._method.feedback}
+
+    def _exchanges(self) -> bool:
+        """Whether backward passes exchange gradients now."""
+        return all(model.require_backward_grad_sync for model in self._models)
 
     def _begin_pass(self) -> None:
         self._timer.restart()
@@ -422,7 +453,7 @@ class _ScriptObserver:
         if not self._models:
             return
         self._losses.append(float(tensor.detach()) if tensor.numel() == 1 else float("nan"))
-        if all(model.require_backward_grad_sync for model in self._models):
+        if self._exchanges():
             self._meter.backward_ended()
             self._meter.stepped(sum(self._losses) / len(self._losses), None)
             self._losses = []
@@ -445,6 +476,112 @@ class _ScriptObserver:
         wires = [self._wires[id(model)] for model in self._models if id(model) in self._wires]
         wire = wires[0] if wires else None
         tell("end", job=0, rank=rank, record=asdict(self._meter.record(stats_of(wire))))
+
+
+class _ShardedScriptObserver(_ScriptObserver):
+    """The same for models that the script applies `fully_shard` to.
+
+    A model is known when it is called for the first time, which is before it gathers anything; or
+    when the script gives it to `attach`, which alone tells who holds replicas of its shards.
+    """
+
+    def __init__(self, job: Job, plan: RankPlan, timer: Timer) -> None:
+        super().__init__(job, plan, timer)
+        self._replicated, self._weights = plan.parallel == "hsdp", plan.weights
+        self._known: WeakSet[Any] = WeakSet()  # modules of all models
+        self._accumulating: WeakSet[Any] = WeakSet()  # those that exchange nothing now
+
+    def _clock(self) -> "CollectiveClock":
+        from thinwire.compare.models import CollectiveClock
+
+        return CollectiveClock().__enter__()  # for as long as the process lasts
+
+    def _observe_models(self) -> None:
+        from torch.distributed.fsdp import FSDPModule
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        sharded: Any = FSDPModule
+        original = sharded.set_requires_gradient_sync
+
+        def set_requires_gradient_sync(
+            module: Any, required: bool, *, recurse: bool = True
+        ) -> None:
+            original(module, required, recurse=recurse)
+            for each in _sharded_in(module) if recurse else [module]:
+                (self._accumulating.discard if required else self._accumulating.add)(each)
+
+        sharded.set_requires_gradient_sync = set_requires_gradient_sync
+        register_module_forward_pre_hook(self._called)
+
+    def _called(self, module: Any, _: Any) -> None:
+        """Before each call of any module."""
+        if not self._is_new(module):
+            return
+        if self._replicated:
+            raise ValueError(
+                "--parallel hsdp: the script must say over which group replicas of its shards are "
+                'averaged: fully_shard(module, mesh=mesh["shard"]) for every module, then '
+                'tw.attach(model, "none", replicate=mesh["replicate"]) before the first call'
+            )
+        if self._method.kind == "thinwire":
+            from thinwire.compare.training import equip
+
+            wire = equip(module, self._method, seed=self._seed, weights=self._weights)
+            assert wire is not None
+            self._wires[id(module)] = wire
+        self._note(module)
+
+    def _is_new(self, module: Any) -> bool:
+        if module in self._known:
+            return False
+        return any(each not in self._known for each in _sharded_in(module))
+
+    def _note(self, model: Any) -> None:
+        self._models.append(model)
+        self._known.update(model.modules())
+
+    def _attached(self, model: Any, compressor: Any, **options: Any) -> Any:
+        from thinwire.compare.models import PlainAverage
+        from thinwire.parallel.attachment import wire_of
+        from thinwire.parallel.shards import replicas_of
+
+        replicas = options.get("replicate")
+        if self._replicated and replicas is None:
+            raise ValueError(
+                "--parallel hsdp: tw.attach needs replicate=, the group or mesh over which replicas"
+                " of the shards are averaged"
+            )
+        if replicas is not None and not self._replicated:
+            raise ValueError("the script has replicas of its shards: compare it by --parallel hsdp")
+        if self._is_new(model):
+            self._note(model)
+        before = wire_of(model)
+        for key, wire in list(self._wires.items()):
+            if wire is before:
+                self._wires.pop(key).detach()
+        if self._method.kind == "thinwire":
+            compressor, options = self._in_place_of(options)
+            if self._weights is not None:
+                options["weights"] = self._weights
+        made = self._attach(model, compressor, **options)
+        if self._method.kind != "torch":
+            self._wires[id(model)] = made
+            return made
+        made.detach()  # a wire that the script can ask, while FSDP goes on by itself
+        if replicas is not None:
+            for module in _sharded_in(model):
+                module.set_all_reduce_hook(PlainAverage(replicas_of(replicas)))
+        return made
+
+    def _exchanges(self) -> bool:
+        return not self._accumulating
+
+
+def _sharded_in(model: Any) -> list[Any]:
+    """The modules of a model that `fully_shard` was applied to."""
+    from thinwire.torch_internals import is_fully_sharded
+
+    return [module for module in model.modules() if is_fully_sharded(module)]
 
 
 if __name__ == "__main__":

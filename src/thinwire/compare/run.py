@@ -18,6 +18,7 @@ from thinwire.compare.place import cluster_of
 from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, heard
 from thinwire.compare.settings import (
     BASELINE,
+    PARALLELISMS,
     SWEEP_STEPS,
     ComparisonSettingError,
     ComparisonSettings,
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
     from thinwire.compare.document import Document
 
 _LEAST_PATIENCE, _SCRIPT_PATIENCE = 30.0, 300.0  # seconds
+# What a script must train.
+_MODELS = {
+    BASELINE: "a DistributedDataParallel model",
+    "fsdp": "a model that fully_shard was applied to",
+    "hsdp": "a model that fully_shard and tw.attach(..., replicate=...) were applied to",
+}
+_GLOO = (
+    "over gloo plain FSDP2 sends the bytes of an all-reduce for each reduce-scatter, twice as many "
+    "as over NCCL; 'none' sends those of a reduce-scatter"
+)
 _DENSE_STEPS = 8  # that a step may take as long as
 
 
@@ -61,6 +72,7 @@ class Comparison:
     """Trains with every method and gathers what came out."""
 
     def __init__(self, settings: ComparisonSettings) -> None:
+        _check_parallel(settings)
         self.settings = settings
         self.methods = _methods(settings)
         self.notes: list[str] = []
@@ -97,7 +109,9 @@ class Comparison:
     @property
     def asked(self) -> set[str]:
         """Names of the methods whose failure is one of the comparison."""
-        return {read(name).name for name in (BASELINE, *self.settings.methods)}
+        settings = self.settings
+        names = settings.parallel, *settings.methods
+        return {read(name, settings.parallel).name for name in names}
 
     def keep(self, job: Job, ranks: list[RankRecord]) -> None:
         """What all ranks measured of a job that has ended."""
@@ -116,10 +130,14 @@ class Comparison:
         if not self.projected and (missing := why_not()):
             self.projected = True
             self.notes.append(f"no lab can be made here, so times are projected: {missing}")
+        if settings.parallel == "fsdp":
+            self.notes.append(_GLOO)
         if self.projected and settings.racks > 1:
             raise ComparisonSettingError("--racks needs a lab: times cannot be projected for it")
         if settings.script is not None:
             return
+        import torch
+
         from thinwire.kernels.compiling import compile_kernels
         from thinwire.workloads import workload
 
@@ -129,7 +147,13 @@ class Comparison:
         self.parameters = sum(p.numel() for p in model.parameters())
         self._watcher.said("compiling kernels")
         # Here once, not in each rank while the others wait for it.
-        compile_kernels(use for method in self.methods for use in uses_of_method(method))
+        uses = [use for method in self.methods for use in uses_of_method(method)]
+        if settings.weights is not None:
+            from thinwire.compressors import local_of
+            from thinwire.compressors.compiling import uses_of
+
+            uses += uses_of([local_of(settings.weights)], [torch.float32])
+        compile_kernels(uses)
 
     def _train(self, cluster: Cluster, jobs: list[Job]) -> None:
         if self.settings.script is None:
@@ -158,7 +182,7 @@ class Comparison:
             self._fail(job, reason(error, self._patience()))
             return
         if job not in follower.done:
-            self._fail(job, "the script never called backward() on a DistributedDataParallel model")
+            self._fail(job, f"the script never called backward() on {_MODELS[settings.parallel]}")
         for about in follower.about:
             self.metric = about.get("metric") or self.metric
             self.higher_is_better = about.get("higher_is_better", True)
@@ -175,6 +199,9 @@ class Comparison:
             projected_rate=slowest,
             probe_steps=SWEEP_STEPS,
             workload=settings.workload,
+            parallel=settings.parallel,
+            replicas=settings.replicas,
+            weights=settings.weights,
             steps=settings.steps,
             seconds=settings.seconds,
             target=settings.target,
@@ -249,9 +276,42 @@ class _Follower:
                 self._comparison.keep(job, [ranks[rank] for rank in range(self._hosts)])
 
 
+def _check_parallel(settings: ComparisonSettings) -> None:
+    """Refuse hosts and weights that do not go with how models are divided."""
+    parallel, hosts, replicas = settings.parallel, settings.hosts, settings.replicas
+    if parallel not in PARALLELISMS:
+        known = ", ".join(PARALLELISMS)
+        raise ComparisonSettingError(f"--parallel must be one of {known}, got {parallel!r}")
+    if parallel == "hsdp" and (hosts % replicas or hosts < 2 * replicas):
+        racks = f"--racks {replicas}" if settings.racks > 1 else f"{replicas} replicas"
+        raise ComparisonSettingError(
+            f"--parallel hsdp shards a model over at least two hosts of each replica, over equally "
+            f"many: {hosts} hosts cannot be divided so for {racks}, {2 * replicas} could"
+        )
+    if settings.weights is None:
+        return
+    if parallel != "fsdp":
+        raise ComparisonSettingError(
+            f"--weights is for --parallel fsdp, got --parallel {parallel}: only there hosts send "
+            "each other parameters over slow links"
+        )
+    from thinwire.compressors import local_of
+
+    try:
+        local_of(settings.weights)
+    except ValueError as error:
+        raise ComparisonSettingError(f"--weights: {error}") from None
+    except TypeError:
+        raise ComparisonSettingError(
+            "--weights must be a compressor that each host applies by itself, such as quantize:8, "
+            f"got {settings.weights}"
+        ) from None
+
+
 def _methods(settings: ComparisonSettings) -> list[Method]:
     """All methods, each once."""
-    found = {method.name: method for method in map(read, settings.names)}
+    methods = [read(name, settings.parallel) for name in settings.names]
+    found = {method.name: method for method in methods}
     if settings.script is None and "script" in found:
         raise ComparisonSettingError("'script' is a method for --workload SCRIPT.py")
     for method in found.values():

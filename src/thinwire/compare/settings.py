@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-BASELINE = "ddp"
+ParallelName = Literal["ddp", "fsdp", "hsdp"]
+BASELINE: ParallelName = "ddp"
 # Always in the picture. A hook of PyTorch's that fails is shown with its error.
 BASELINES = (BASELINE, "torch:fp16", "torch:bf16", "torch:powersgd")
 METHODS = ("quantize:4+ef14", "onebit+ef14", "topk:0.01+ef14")
@@ -13,6 +15,30 @@ WORKLOAD, STEPS = "images:hidden=512,learning_rate=0.15", 40
 HOSTS, LINK = 4, "100mbit"
 EVALUATIONS = 5
 SWEEP_STEPS = 4
+REPLICAS = 2  # of a model's shards, where no racks say how many
+
+
+class Parallelism(NamedTuple):
+    """How PyTorch divides training over hosts, which methods are compared with.
+
+    Args:
+        title: as people read it.
+        baselines: always in the picture, plain PyTorch first: that has the name of the parallelism.
+        methods: by default.
+    """
+
+    title: str
+    baselines: tuple[str, ...]
+    methods: tuple[str, ...]
+
+
+PARALLELISMS: dict[ParallelName, Parallelism] = {
+    BASELINE: Parallelism("DDP", BASELINES, METHODS),
+    "fsdp": Parallelism(
+        "FSDP2", ("fsdp",), ("none", "cast:bf16", "quantize:8", "quantize:4", "topk:0.01+ef14")
+    ),
+    "hsdp": Parallelism("HSDP", ("hsdp",), METHODS),
+}
 
 
 class ComparisonSettingError(ValueError):
@@ -26,9 +52,12 @@ class ComparisonSettings:
     Args:
         workload: the spec of a bundled workload, or the path of a script.
         arguments: of the script.
+        parallel: one of `PARALLELISMS`.
         methods: names of methods, see `thinwire.compare.method`, without the baselines.
         baselines: of them a failure is shown but is no failure of the comparison.
         hosts: how many, with one process each.
+        weights: with "fsdp", the compressor of the parameters that methods of ours gather; None
+            for uncompressed.
         links: the rate of each host's link.
         racks, inter: how many switches, and the rate of the links between them.
         sweep: rates at which the seconds per step are measured too.
@@ -45,8 +74,10 @@ class ComparisonSettings:
 
     workload: str = WORKLOAD
     arguments: tuple[str, ...] = ()
+    parallel: ParallelName = BASELINE
     methods: tuple[str, ...] = METHODS
     baselines: tuple[str, ...] = BASELINES
+    weights: str | None = None
     hosts: int = HOSTS
     links: tuple[str, ...] = (LINK,) * HOSTS
     racks: int = 1
@@ -64,6 +95,13 @@ class ComparisonSettings:
     def script(self) -> Path | None:
         """The user's own script, if it is one."""
         return Path(self.workload) if self.workload.endswith(".py") else None
+
+    @property
+    def replicas(self) -> int:
+        """How often there is a whole model: with DDP on each host, with HSDP in each rack."""
+        if self.parallel == "hsdp":
+            return self.racks if self.racks > 1 else REPLICAS
+        return 1 if self.parallel == "fsdp" else self.hosts
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from thinwire.compare.settings import PARALLELISMS
 from thinwire.formatting import (
     NOTHING,
     TableColumn,
@@ -27,7 +28,8 @@ def print_document(document: "Document", console: "Console") -> None:
     projected = ", times projected" if settings.network == "projected" else ""
     seeds = plural(len(settings.seeds), "seed")
     figures = (
-        *(settings.metric or "final loss", "per step", "faster", "to DDP's loss", "sooner"),
+        *(settings.metric or "final loss", "per step", "faster"),
+        *(f"to {PARALLELISMS[settings.parallel].title}'s loss", "sooner"),
         *("sent per step", "fewer"),
     )
     columns = [
@@ -37,6 +39,8 @@ def print_document(document: "Document", console: "Console") -> None:
     rows = [_cells(method, settings.metric is not None) for method in document.methods]
     console.print(Text(f"\n{settings.workload}", "bold"))
     title = f"{plural(settings.hosts, 'host')}, {links}{projected}, {seeds}"
+    if settings.weights:
+        title += f", parameters by {settings.weights}"
     console.print(table(columns, rows, title))
     for method in document.methods:
         if method.error:

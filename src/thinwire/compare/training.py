@@ -14,16 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from thinwire.compare import counters
-from thinwire.compare.method import OPTIMIZERS, Method, local_recipe
+from thinwire.compare.method import OPTIMIZERS, Method, local_recipe, read
+from thinwire.compare.models import CollectiveClock, DistributedModel, model_of
 from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, Timer, tell
+from thinwire.compare.settings import ParallelName
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.parallel import LocalSteps, attach
 from thinwire.parallel.local import PROGRESS
-from thinwire.parallel.replicas import check_replicas
 from thinwire.parallel.wire import Wire
 from thinwire.workloads import Batch, Workload
 
@@ -33,13 +34,14 @@ _COMMON_LOSSES = 60  # of what all ranks hold, in a training with local steps, a
 _COMMON_BATCHES = 5  # that one of them is the mean over, at most
 _EVENT_SECONDS = 0.3  # between two lines on how far it has come
 _POWERSGD_START = 2  # the step from which it compresses, the least that it takes (default 1000)
+_WAITING = ("waiting", "gathering")  # seconds of a sharded model's wire
 _TENSOR = ("numel", "ratio", "relative_error", "bytes_sent", "compressor", "collective")
 
 
 # The method
 
 
-def equip(model: DistributedDataParallel, method: Method, **options: Any) -> Wire | None:
+def equip(model: nn.Module, method: Method, **options: Any) -> Wire | None:
     """Let a model be trained by a method; the wire if it is one of ours.
 
     Args:
@@ -54,15 +56,16 @@ def equip(model: DistributedDataParallel, method: Method, **options: Any) -> Wir
         assert method.policy is not None
         assert method.feedback is not None
         return attach(model, method.policy, feedback=method.feedback, **options)
+    ddp: Any = model
     if method.name == "torch:fp16":
-        model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+        ddp.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
     elif method.name == "torch:bf16":
-        model.register_comm_hook(dist.group.WORLD, default_hooks.bf16_compress_hook)
+        ddp.register_comm_hook(dist.group.WORLD, default_hooks.bf16_compress_hook)
     elif method.rank:
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=method.rank, start_powerSGD_iter=_POWERSGD_START
         )
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return None
 
 
@@ -115,13 +118,6 @@ def stats_of(wire: Wire | None, optimizer: Optimizer | None = None) -> Mapping[s
     return None
 
 
-def ddp_options(method: Method) -> dict[str, Any]:
-    """What DistributedDataParallel must be made with for a method."""
-    # PyTorch's PowerSGD hook waits inside a bucket for what follows in the next: with more than one
-    # it hangs on gloo.
-    return {"bucket_cap_mb": 2**20} if method.rank else {}
-
-
 # What is measured
 
 
@@ -129,10 +125,16 @@ class TrainingMeter:
     """Loss, seconds and bytes after each step, from `start` on.
 
     What happens between `pause` and `resume` is left out.
+
+    Args:
+        clock: of the collectives of a sharded model, in place of `watch`.
     """
 
-    def __init__(self, world: int, loopback: bool, speaks: bool) -> None:
+    def __init__(
+        self, world: int, loopback: bool, speaks: bool, clock: CollectiveClock | None = None
+    ) -> None:
         self._world, self._loopback, self._speaks = world, loopback, speaks
+        self._clock = clock
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.num_bytes: list[int] = []
@@ -151,6 +153,8 @@ class TrainingMeter:
         self._last_gradient = time.perf_counter()
 
     def start(self) -> None:
+        if self._clock is not None:
+            self._clock.seconds = 0.0
         self._first_bytes = self._sent()
         self._begin = time.perf_counter()
 
@@ -218,6 +222,12 @@ class TrainingMeter:
                 {"name": name, **{key: row[key] for key in _TENSOR}}
                 for name, row in stats["tensors"].items()
             ]
+        if self._clock is not None:
+            # FSDP goes on when a collective has ended, whoever carries it.
+            own = self._clock.seconds / steps
+            waited = {} if stats is None else stats["seconds"]
+            record.exposed = own + sum(waited.get(k, 0.0) for k in _WAITING) / steps
+            record.inside["network"] = record.inside.get("network", 0.0) + own
         return record
 
     def _sent(self) -> int:
@@ -364,11 +374,31 @@ class NoLocalSteps:
 # The loop
 
 
+def warm_up(task: Workload, parallel: ParallelName, mesh: DeviceMesh) -> None:
+    """Take a step of a sharded model that nobody measures.
+
+    The first one in a process takes 0.3 s of a core more than others (torch 2.13 looks up how each
+    operation treats shards, and keeps that), and it would always be the baseline's.
+    """
+    model = model_of(task, 0, read(parallel, parallel), mesh, None).module
+    optimizer = task.optimizer(model)
+    batch = next(task.batches(dist.get_rank(), dist.get_world_size()))
+    task.loss(model, batch).backward()
+    optimizer.step()
+
+
 class Training:
     """One training of a bundled workload with one method from one seed."""
 
-    def __init__(self, task: Workload, job: Job, plan: RankPlan, timer: Timer) -> None:
-        self._task, self._plan, self._timer = task, plan, timer
+    def __init__(
+        self,
+        task: Workload,
+        job: Job,
+        plan: RankPlan,
+        timer: Timer,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        self._task, self._plan, self._timer, self._mesh = task, plan, timer, mesh
         self._method, self._seed = job.method, job.seed
         self._probes = job.link is not None
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -410,27 +440,36 @@ class Training:
 
     def _train(self, steps: int, evaluations: int, **rounds: int) -> RankRecord:
         """Train and measure; `rounds` take the place of the method's own settings of rounds."""
+        with CollectiveClock() if self._mesh is not None else nullcontext() as clock:
+            return self._train_timed(steps, evaluations, clock, **rounds)
+
+    def _train_timed(
+        self, steps: int, evaluations: int, clock: CollectiveClock | None, **rounds: int
+    ) -> RankRecord:
         task, seed = self._task, self._seed
         self._timer.restart()
-        model = DistributedDataParallel(task.model(seed), **ddp_options(self._method))
+        spread = model_of(task, seed, self._method, self._mesh, self._plan.weights)
+        model = spread.module
         recipe = local_recipe(self._method)
         exchanges = steps if recipe is None else steps * recipe.fragments // recipe.every
         every = max(1, exchanges // _MEASUREMENTS)
         optimizer = optimizer_of(self._method, task.optimizer(model), steps)
         alone = isinstance(optimizer, ExchangingOptimizer)  # the optimizer exchanges, not backward
         options: dict[str, Any] = {"measure_every": every, "seed": seed, "optimizer": optimizer}
+        options.update(spread.options)
         ours = self._method.kind in ("thinwire", "local")
         wire = equip(model, self._method, **(options if ours else {}), **rounds)
         local = wire if isinstance(wire, LocalSteps) else None
         schedule = task.schedule(optimizer, steps)
         quiet = self._rank > 0 or evaluations == 0
-        meter = TrainingMeter(self._world, self._plan.loopback, speaks=not quiet)
-        meter.watch(model)
+        meter = TrainingMeter(self._world, self._plan.loopback, not quiet, clock)
+        if clock is None:
+            meter.watch(model)
         due = {max(1, round(steps * i / evaluations)) for i in range(1, evaluations + 1)}
         dist.barrier()
         common = None
         if local is not None and evaluations:
-            common = CommonLoss(task, model.module, local, meter, steps)
+            common = CommonLoss(task, spread.whole(), local, meter, steps)
         batches = Lookahead(task.batches(self._rank, self._world, seed))
         meter.start()
         for step in count(1):
@@ -439,7 +478,7 @@ class Training:
                 common.take(step, batches)
             batch = batches.take()
             optimizer.zero_grad()
-            with model.no_sync() if alone else nullcontext():
+            with spread.no_sync() if alone else nullcontext():
                 loss = task.loss(model, batch)
                 loss.backward()
             if alone:
@@ -458,7 +497,7 @@ class Training:
             if step in due or ended:
                 meter.pause()
                 self._timer.restart()
-                reached = step in due and self._evaluate(model, meter, wire)
+                reached = step in due and self._evaluate(spread, meter, wire)
                 meter.resume()
                 if reached and not ended and local is not None:
                     with meter.in_last_step():
@@ -469,18 +508,16 @@ class Training:
                     break
         found = meter.record(stats_of(wire, optimizer))
         if ours:
-            check_replicas(model)
+            spread.check()
         return found
 
-    def _evaluate(
-        self, model: DistributedDataParallel, meter: TrainingMeter, wire: Wire | None
-    ) -> bool:
+    def _evaluate(self, model: DistributedModel, meter: TrainingMeter, wire: Wire | None) -> bool:
         """Take the metric on rank 0; whether the target is reached, the same on all ranks."""
-        reached = torch.zeros(1)
+        reached, whole = torch.zeros(1), model.whole()
         if self._rank == 0:
             in_common = wire.common_parameters() if isinstance(wire, LocalSteps) else nullcontext()
             with in_common:
-                value = self._task.evaluate(model.module)
+                value = self._task.evaluate(whole)
             meter.evaluated(value)
             if wire is not None:
                 wire.observe(value)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from thinwire.compare.document import Document, DocumentSettings, MethodResult, Spread
+from thinwire.compare.settings import BASELINE, PARALLELISMS
 from thinwire.formatting import (
     NOTHING,
     in_words,
@@ -42,7 +43,7 @@ SECTIONS: dict[str, tuple[Callable[[Document], Picture | str], ...]] = {
     "Links": (links,),
 }
 SHOWN = 200  # letters of an error that stand open on the page
-_NOT_SET = ("steps", "seconds", "target", "inter")  # None means that nobody asked for it
+_NOT_SET = ("weights", "steps", "seconds", "target", "inter")  # None means that nobody asked for it
 
 
 class DrawnReport(NamedTuple):
@@ -174,6 +175,10 @@ def _links(settings: DocumentSettings) -> str:
 def _scope(document: Document) -> str:
     settings = document.settings
     parts = [f"{settings.parameters:,} parameters"] if settings.parameters else []
+    if settings.parallel != BASELINE:
+        parts.append(f"sharded by {PARALLELISMS[settings.parallel].title}")
+    if settings.weights:
+        parts.append(f"parameters gathered by {settings.weights} with methods of thinwire")
     if settings.steps is not None:
         parts.append(plural(settings.steps, "step"))
     if settings.seconds is not None:

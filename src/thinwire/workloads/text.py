@@ -43,6 +43,10 @@ class Text(Workload):
         symbols = len(data.book().alphabet)
         return Transformer(symbols, self.context, self.width, self.layers, self.heads)
 
+    def shards(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, Transformer)
+        return list(model.blocks)
+
     def epoch(self, generator: torch.Generator) -> Batch:
         """The text cut into windows side by side; where the first begins changes each epoch."""
         start = int(torch.randint(self.context, (), generator=generator))

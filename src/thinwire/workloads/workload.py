@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 Batch = tuple[Tensor, Tensor]
+SMALL = 0.01  # of a model: less is not worth a message of its own
 
 
 class Workload(ABC):
@@ -77,6 +78,12 @@ class Workload(ABC):
 
         return LambdaLR(optimizer, factor)
 
+    def shards(self, model: nn.Module) -> list[nn.Module]:
+        """Parts of a model that FSDP gathers and reduces each by itself; what is left over belongs
+        to the model as a whole. By default its children, but for small ones."""
+        least = max(1, SMALL * _numel(model))
+        return [child for child in model.children() if _numel(child) >= least]
+
     @abstractmethod
     def build(self) -> nn.Module:
         """A model whose weights come from the global generator; `model` seeds it."""
@@ -96,6 +103,10 @@ class Workload(ABC):
     @abstractmethod
     def evaluate(self, model: nn.Module) -> float:
         """The metric over the test data."""
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @contextmanager
