@@ -81,8 +81,8 @@ class CheckpointedWire:
         found = of if isinstance(of, Wire) else wire_of(of)
         if found is None:
             raise ValueError(
-                "tw.accelerate.CheckpointedWire: no wire is attached to this model: attach one after "
-                "accelerator.prepare, or set accelerator.ddp_handler before it"
+                "tw.accelerate.CheckpointedWire: no wire is attached to this model: attach one "
+                "after accelerator.prepare, or set accelerator.ddp_handler before it"
             )
         self.wire: Wire = found
 
