@@ -292,7 +292,7 @@ def _warm() -> None:
     """
     torch.set_num_threads(1)
     importlib.import_module("tensors")  # the tests will want it
-    # What DDP, FSDP and checkpoints import when first used: seconds, in each process anew otherwise.
+    # What DDP, FSDP and checkpoints import when first used: seconds in each process otherwise.
     for name in (
         *("torch._dynamo", "torch.distributed.fsdp"),
         *("thinwire.parallel.checkpoint", "torch.distributed.checkpoint"),
