@@ -1,6 +1,7 @@
 """Optimizers like Adam: how they are known, what is said of what does not suit them, and where
 `auto` goes under them."""
 
+import gc
 import random
 import re
 import warnings
@@ -13,7 +14,10 @@ import torch.distributed as dist
 from nets import MANY, TIMEOUT, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    register_optimizer_step_post_hook,
+)
 
 import thinwire as tw
 from thinwire.collectives.options import Options
@@ -452,3 +456,31 @@ def on_compare() -> str:
 def test_a_comparison_tells_auto_of_the_optimizer():
     (said,) = ranks.run(on_compare, ranks=1)
     assert "The optimizer is AdamW" in said
+
+
+def on_a_model_that_is_collected() -> int:
+    """In the middle of another optimizer's step; who is watched then."""
+    held: list[Any] = []
+
+    def collect(*_: Any) -> None:
+        held.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_post_hook(collect)
+    try:
+        model = DistributedDataParallel(net())
+        held.append(DistributedDataParallel(net()))
+        for each in (held[0], model):
+            tw.attach(each, "quantize:4")
+        del each
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 20)).sum().backward()
+            optimizer.step()
+    finally:
+        handle.remove()
+    return len(held)
+
+
+def test_a_model_may_be_collected_while_an_optimizer_goes_through_its_hooks() -> None:
+    assert ranks.run(on_a_model_that_is_collected, ranks=2) == [0, 0]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import ThinwireWarning
 from thinwire.parallel.optimizers import trained_by
@@ -48,22 +49,14 @@ class OptimizerWatch:
         self._parameters = {name: weakref.ref(p) for name, p in parameters.items()}
         self._wire = wire
         self._scaler_sought = wire._configuration.scaler is None
-        look = weakref.WeakMethod(self._look)
-
-        def hook(optimizer: Optimizer, *_: Any) -> None:
-            # Frames mean nothing to a compiler; the hook must not keep the model alive.
-            method = None if torch.compiler.is_compiling() else look()
-            if method is not None:
-                method(optimizer)
-
-        # After a step and not before: an optimizer is known by its state, too.
-        handle = register_optimizer_step_post_hook(hook)
-        self._finalizer = weakref.finalize(self, handle.remove)
+        _watch(self)
 
     def stop(self) -> None:
         """Not to be called by an optimizer's step, which goes through its hooks."""
         self.done = True
-        self._finalizer()
+        _watches.discard(self)
+        if not _watches:
+            _stop_watching()
 
     def _look(self, optimizer: Optimizer) -> None:
         known = {name: p for name, found in self._parameters.items() if (p := found()) is not None}
@@ -88,6 +81,31 @@ class OptimizerWatch:
             ThinwireWarning,
             stacklevel=2,
         )
+
+
+# One hook for all watches. A watch may be collected as garbage at any time, also while an optimizer
+# goes through its hooks: that must not take one of them away.
+_watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
+_hooks: list[RemovableHandle] = []
+
+
+def _watch(watch: OptimizerWatch) -> None:
+    _watches.add(watch)
+    if not _hooks:
+        # After a step and not before: an optimizer is known by its state, too.
+        _hooks.append(register_optimizer_step_post_hook(_stepped))
+
+
+def _stop_watching() -> None:
+    while _hooks:
+        _hooks.pop().remove()
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():  # to which frames mean nothing
+        return
+    for watch in list(_watches):
+        watch._look(optimizer)
 
 
 def _calling_scaler() -> GradScaler | None:
