@@ -238,7 +238,6 @@ def _warm() -> None:
 
     What is there by then stays: no process need look for garbage in it, which takes 0.15 s.
     """
-    gc.disable()
     torch.set_num_threads(1)
     importlib.import_module("tensors")  # the tests will want it
     # What DDP, FSDP and checkpoints import when first used: seconds, in each process anew.
@@ -251,7 +250,6 @@ def _warm() -> None:
     logging.disable(logging.WARNING)
     warm.warm()
     logging.disable(logging.NOTSET)
-    gc.enable()
     gc.collect()
     gc.freeze()
 
