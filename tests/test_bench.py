@@ -206,6 +206,7 @@ def test_memory_of_a_known_size() -> None:
     assert nothing < 2e6
 
 
+@pytest.mark.slow
 @MEMORY
 def test_memory_of_encoding() -> None:
     numel = 2_000_000

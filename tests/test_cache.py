@@ -38,6 +38,7 @@ def read_only(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_read_only_installation_without_a_home_encodes(read_only):
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     temporary = read_only / "temporary"

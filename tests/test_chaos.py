@@ -16,7 +16,8 @@ import chaos
 import chaos_faults
 import soak
 
-pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
+# The first test of a new checkout compiles all kernels.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LIMIT = 120.0  # seconds for a run, on a busy machine
 

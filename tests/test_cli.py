@@ -270,6 +270,7 @@ def test_ctrl_c_waits_for_the_result() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for another process on Windows")
 def test_ctrl_c_shows_what_was_done() -> None:
     command = ["bench", "--size", "2k", "--rounds", "1000000", "--with", "none", "--json"]

@@ -598,6 +598,7 @@ def test_after_a_failure_the_others_go_on(monkeypatch):
         assert [(run.seed, run.losses[-1]) for run in methods[name].runs] == [(0, 1.0), (1, 2.0)]
 
 
+@pytest.mark.slow
 def test_a_comparison_in_the_lab(possible, tmp_path, capsys):
     code = main(
         ["compare", "--workload", SMALL, "--hosts", "2", "--link", "20mbit", "--steps", "4",
@@ -832,6 +833,7 @@ def children_of(mark):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_ctrl_c_leaves_no_process_and_a_report_of_what_was_done(script, tmp_path):
     mine = tmp_path / f"mark{os.getpid()}.py"
@@ -1087,6 +1089,7 @@ def test_a_script_that_shards_its_model_is_compared(forked, sharded_script):
     assert topk.bytes_reported < plain.bytes_counted
 
 
+@pytest.mark.slow
 def test_a_script_that_attaches_to_its_sharded_model_is_compared(forked, sharded_script):
     _, runs = sharded(
         "fsdp", 2, "topk:0.01", "script", workload=sharded_script, arguments=("attach",)
@@ -1098,6 +1101,7 @@ def test_a_script_that_attaches_to_its_sharded_model_is_compared(forked, sharded
     assert topk.bytes_reported < own.bytes_reported
 
 
+@pytest.mark.slow
 def test_a_script_with_replicas_of_shards_is_compared(forked, sharded_script):
     _, runs = sharded("hsdp", 4, "none", workload=sharded_script, arguments=("replicas",))
     plain, none = runs.values()

@@ -320,6 +320,7 @@ def on_peer() -> None:
     time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_a_backward_pass_that_waits_ends_the_program(tmp_path):
     place = str(tmp_path / "store")
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

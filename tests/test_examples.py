@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
+pytestmark = pytest.mark.slow
+
 
 def on_torchrun(arguments: tuple[str, ...], said: str) -> None:
     """Be `torchrun`, which starts its ranks as programs."""

@@ -34,7 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 
-pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
+# The first test of a new checkout compiles all kernels.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 # What it computes
 

@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thinwire as tw
 
-pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
+# The first test of a new checkout compiles all kernels.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 3
 ROUNDED = STEPS * 10 * 4 * 2**-23  # as in test_fsdp.py

@@ -21,7 +21,8 @@ from thinwire.collectives import memory
 from thinwire.collectives.hierarchical import estimate_nodes
 from thinwire.collectives.reduction import Part, Reduction
 
-pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
+# The first test of a new checkout compiles all kernels.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 N = 4_000_000
 SIZE = 3

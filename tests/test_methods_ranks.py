@@ -1076,6 +1076,7 @@ def on_votes_of_what_travels_as_it_is_hear_of_nan_too() -> None:
     assert same(wire.state_dict()["reducer"]["tensors"]["0.bias"]["m"], kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "name"),
     [pytest.param(size, name, id=f"{name}-{size}") for size, each in LAWS.items() for name in each],

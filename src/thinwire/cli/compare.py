@@ -56,10 +56,10 @@ methods:
 workloads:
   images, text            bundled, with arguments such as images:batch_size=64
   SCRIPT.py               your own, run as by torchrun with what follows --; its
-                          DistributedDataParallel models (with --parallel fsdp,
-                          those that fully_shard was applied to; with hsdp, those
-                          that it gives to tw.attach) get each method in turn,
-                          every backward() is a step, and
+                          DistributedDataParallel models (with --parallel fsdp
+                          those that fully_shard was applied to, with hsdp
+                          those that it gives to tw.attach) get each method in
+                          turn, every backward() is a step, and
                           tw.track(accuracy, "accuracy, %") reports the metric
 
 examples:
