@@ -1,6 +1,6 @@
 """Sharded training: steps of FSDP2 and HSDP on slow links, and the loss after some hundred steps.
 
-    python benchmarks/fsdp.py [--link 100mbit] [--rounds 5] [--width 288] [--layers 10]
+    python benchmarks/fsdp.py [--link 100mbit] [--inter RATE] [--rounds 5] [--width 288] [--layers 10]
                               [--loss-steps 200] [--seeds 3] [--out benchmarks/records/NAME.json]
 
 fsdp: four hosts in network namespaces, each with a link of this rate; a transformer of about ten
@@ -164,7 +164,7 @@ def measure(part: str, options: argparse.Namespace, console: Console) -> list[di
     if part == "fsdp":
         cluster = Lab(HOSTS, options.link)
     elif part == "hsdp":
-        cluster = Lab(HOSTS, "1gbit", racks=2, inter=options.link)
+        cluster = Lab(HOSTS, "10gbit", racks=2, inter=options.inter or options.link)
     job = {
         "part": part,
         "candidates": CANDIDATES[part],
@@ -254,11 +254,12 @@ def targets_of(steps: dict[str, list[dict[str, Any]]], loss: list[dict[str, Any]
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
-    parser.add_argument("--link", default="100mbit", help="of a host, or between racks (100mbit)")
+    parser.add_argument("--link", default="100mbit", help="of a host (100mbit)")
+    parser.add_argument("--inter", default="", help="between racks (as --link)")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each candidate (5)")
     parser.add_argument("--width", type=int, default=288, help="of the transformer (288)")
     parser.add_argument("--layers", type=int, default=10, help="of the transformer (10)")
-    parser.add_argument("--batch", type=int, default=4, help="windows of a rank in a step (4)")
+    parser.add_argument("--batch", type=int, default=2, help="windows of a rank in a step (2)")
     parser.add_argument("--loss-steps", type=int, default=200, help="of the text workload (200)")
     parser.add_argument("--seeds", type=int, default=3, help="of the text workload (3)")
     parser.add_argument("--out", type=Path, help="write a JSON record here")
