@@ -1,7 +1,8 @@
 """Sharded training: steps of FSDP2 and HSDP on slow links, and the loss after some hundred steps.
 
-    python benchmarks/fsdp.py [--link 100mbit] [--inter RATE] [--rounds 5] [--width 288] [--layers 10]
-                              [--loss-steps 200] [--seeds 3] [--out benchmarks/records/NAME.json]
+    python benchmarks/fsdp.py [--link 100mbit] [--inter RATE] [--rounds 5] [--width 288]
+                              [--layers 10] [--loss-steps 200] [--seeds 3]
+                              [--out benchmarks/records/NAME.json]
 
 fsdp: four hosts in network namespaces, each with a link of this rate; a transformer of about ten
 million parameters under AdamW. hsdp: two racks of two hosts with fast links inside and one of this
