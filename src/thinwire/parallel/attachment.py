@@ -112,6 +112,11 @@ def attach(
             "weights= and replicate= are for a model that fully_shard was applied to: DDP sends "
             "no parameters, and averages over all ranks of its process group"
         )
+    if sharded and replicate is None and collective != "auto":
+        raise ValueError(
+            f"collective={collective!r}: FSDP's gradients go through a reduce-scatter, whatever "
+            "the compressor. Leave it out"
+        )
     if replicate is not None and weights is not None:
         raise ValueError(
             "weights= goes without replicate=: with replicas parameters are gathered inside of "

@@ -11,6 +11,7 @@ FSDP waits for each of them, so errors come out of `backward()` as themselves.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -103,8 +104,6 @@ def for_scatter(configuration: Configuration) -> Configuration:
             "nodes= is for gradients that are averaged on all ranks; FSDP scatters them. Shard "
             "inside of nodes and give the group between them as replicate= instead"
         )
-    if options.collective not in ("auto", "gather", "twoshot", "sparse"):
-        raise ValueError(f"FSDP's gradients go through reduce-scatter, not {options.collective!r}")
     compressors = policy.compressors if isinstance(policy, Policy) else ()
     for each in compressors:
         if isinstance(each, JointCompressor):
@@ -156,7 +155,6 @@ class ShardedPass(ExchangeStep):
     def __init__(self, wire: Wire, number: int) -> None:
         super().__init__(wire)
         self.number = number
-        self.began = time.perf_counter()
         self.waited = 0.0  # seconds
 
     def wait_until_ended(self) -> None:
@@ -164,7 +162,7 @@ class ShardedPass(ExchangeStep):
             handle.wait_until_ended()
 
 
-class ShardedHook:
+class ShardedHook(ABC):
     """Exchanges the gradients of a sharded model's modules, and tells its wire of each step.
 
     Args:
@@ -199,8 +197,9 @@ class ShardedHook:
             self._set(group)
             setattr(group.module, ATTRIBUTE, self)
 
+    @abstractmethod
     def _set(self, group: NamedGroup) -> None:
-        raise NotImplementedError
+        """Have FSDP call this for a module."""
 
     def detach(self) -> None:
         for group in self._groups:
@@ -262,6 +261,7 @@ class ShardedHook:
             queue_callback(self._finish)
         return here
 
+    @abstractmethod
     def _check(self, here: ShardedPass) -> None:
         """Compare what should be the same on ranks, if that is due."""
 
@@ -281,7 +281,7 @@ class ShardedHook:
         self.wire._end_step()
 
 
-class ShardedWire(Wire):
+class ShardedWire(Wire, ABC):
     """The connection of a sharded model to the other ranks.
 
     What is remembered of a parameter is kept as it lies in FSDP's buffers, and saved as it lies in
@@ -314,16 +314,17 @@ class ShardedWire(Wire):
             self._shape(shard)
         )
 
+    @abstractmethod
     def _shape(self, shard: NamedShard) -> torch.Size:
-        raise NotImplementedError
+        """Of what a state holds of a parameter."""
 
+    @abstractmethod
     def _saved(self, shard: NamedShard, values: Tensor) -> Tensor:
         """What a state holds of a parameter, from what is kept of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _kept(self, shard: NamedShard, values: Tensor) -> Tensor:
         """The inverse."""
-        raise NotImplementedError
 
     def _reducer_state(self) -> dict[str, Any]:
         state = super()._reducer_state()
