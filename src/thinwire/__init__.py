@@ -72,6 +72,10 @@ if TYPE_CHECKING:
     )
     from thinwire.feedback import list_feedbacks
     from thinwire.frames import Payload, decode, pack, unpack
+    from thinwire.integrations import accelerate as accelerate
+    from thinwire.integrations import lightning as lightning
+    from thinwire.integrations import numpy as numpy
+    from thinwire.integrations import transformers as transformers
     from thinwire.kernels import Key
     from thinwire.methods import OuterSGD, list_methods
     from thinwire.parallel import (
@@ -129,6 +133,7 @@ _SUBMODULES = (
     *("pipeline", "policies", "workloads"),
 )
 
+# Not in __all__: each needs its framework, or imports it.
 _INTEGRATIONS = ("accelerate", "lightning", "numpy", "transformers")
 
 __all__ = [
