@@ -176,27 +176,9 @@ def _misfit(method: Method, parallel: ParallelName) -> str | None:
 
 def _scattered_feedback(policy: "Policy", feedback: "Feedback | str") -> "Feedback | str":
     """The feedback that `attach` would take for a sharded model. Raises ValueError if none does."""
-    from thinwire.parallel.configuration import Configuration
-    from thinwire.parallel.sharded import for_scatter
+    from thinwire.parallel.sharded import feedback_for_scatter
 
-    configuration = Configuration.of(
-        policy,
-        None,
-        feedback=feedback,
-        collective="auto",
-        nodes=None,
-        min_numel=None,
-        exclude=(),
-        scaler=None,
-        optimizer=None,
-        seed=0,
-        average="world",
-        max_bytes=None,
-        timeout=None,
-        check_every=0,
-        measure_every=0,
-    )
-    return for_scatter(configuration).feedback
+    return feedback_for_scatter(policy.compressors, feedback)
 
 
 def _read(text: str, parallel: ParallelName) -> Method:

@@ -105,6 +105,15 @@ def for_scatter(configuration: Configuration) -> Configuration:
             "inside of nodes and give the group between them as replicate= instead"
         )
     compressors = policy.compressors if isinstance(policy, Policy) else ()
+    feedback = feedback_for_scatter(compressors, configuration.feedback)
+    return replace(configuration, feedback=feedback, options=replace(options, collective=SCATTER))
+
+
+def feedback_for_scatter(
+    compressors: Sequence[Compressor], feedback: Feedback | str
+) -> Feedback | str:
+    """The feedback of gradients that are scattered, "auto" for what suits each compressor; refuses
+    what needs averages on all ranks."""
     for each in compressors:
         if isinstance(each, JointCompressor):
             raise ValueError(
@@ -113,7 +122,6 @@ def for_scatter(configuration: Configuration) -> Configuration:
                 "('topk:0.01'), or shard inside of nodes and use it between replicas "
                 "(replicate=)"
             )
-    feedback = configuration.feedback
     auto = isinstance(feedback, str) and feedback.strip().lower() == "auto"
     if auto and compressors and not any(map(_needs_feedback, compressors)):
         feedback = NoFeedback()
@@ -124,7 +132,7 @@ def for_scatter(configuration: Configuration) -> Configuration:
             f"{feedback} needs averages on all ranks, and FSDP scatters them: use feedback='ef14' "
             "or 'none'"
         )
-    return replace(configuration, feedback=feedback, options=replace(options, collective=SCATTER))
+    return feedback
 
 
 def _needs_feedback(compressor: Compressor) -> bool:
