@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 test: setup  ## Run the tests
 	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not slow'
 
-test-slow: setup  ## Run the tests that take long: labs, examples, sharded models, memory (4 minutes)
+test-slow: setup  ## Run the tests that take long: labs, examples, sharded models, memory (two minutes)
 	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
 
 # In a venv of its own: the frameworks bring some fifty packages.
@@ -38,7 +38,7 @@ $(INTEGRATIONS)/.stamp: pyproject.toml constraints.txt
 	$(INTEGRATIONS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test-integrations]'
 	@touch $@
 
-test-integrations: $(INTEGRATIONS)/.stamp  ## Run the tests with Lightning, Accelerate and the Hugging Face Trainer (10 minutes)
+test-integrations: $(INTEGRATIONS)/.stamp  ## Run the tests with Lightning, Accelerate and the Hugging Face Trainer (five minutes, once they are installed)
 	$(INTEGRATIONS)/bin/python -m pytest -n 2 tests/integrations
 
 test-thorough: setup  ## A thousand examples of every property, a million damaged frames (20 minutes)
@@ -91,7 +91,7 @@ bench-methods: setup  ## Accuracy against bytes for all methods, and what their 
 bench-local: setup  ## Loss against bytes of a transformer under AdamW: gradients, updates, local steps (about two hours)
 	$(VENV)/bin/python benchmarks/local.py
 
-bench-fsdp: setup  ## Sharded models on slow links: FSDP2, HSDP, loss (about ten minutes)
+bench-fsdp: setup  ## Sharded models on slow links: FSDP2, HSDP, loss (about a quarter of an hour)
 	$(VENV)/bin/python benchmarks/fsdp.py
 
 bench-policies: setup  ## A link that changes, too strong a start, a setting for each layer (20 minutes)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 import thinwire as tw
+from thinwire.collectives.transport import FIELDS
 
 MIN = 10  # elements: all matrices are compressed, all vectors are not
 IN = 12  # features of a batch
@@ -192,3 +193,8 @@ def residuals(wire: tw.Wire) -> dict[str, Tensor]:
     """What this rank has left out so far, as it lies in parameters."""
     kept = wire.state_dict()["reducer"]["tensors"]
     return {name: state["residual"] for name, state in kept.items() if "residual" in state}
+
+
+def meeting_bytes(ranks: int) -> int:
+    """That a rank sends to compare calls and lengths with the others, once."""
+    return (ranks - 1) * 8 * (4 + FIELDS + ranks)

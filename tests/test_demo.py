@@ -3,13 +3,11 @@
 Functions with a leading `on_` run on every rank, in the processes of ranks.py.
 """
 
-import contextlib
 import functools
 import io
 import math
 import os
 import signal
-import warnings
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from stepping import Given, copies
+from stepping import AVERAGED, Given, copies, warnings_of_averaged
 from tensors import normal
 from torch import Tensor, nn
 
@@ -471,31 +469,8 @@ def test_a_killed_rank_is_a_peer_error_and_changes_nothing():
     assert same
 
 
-AVERAGED = {"DDP": True, "no_sync": False, "same batches": True, "same batch once": False}
-
-
 def on_averaged() -> dict[str, list[str]]:
-    """What each kind of training is warned of."""
-    found = {}
-    for case in AVERAGED:
-        torch.manual_seed(0)
-        model = nn.Linear(5, 3)
-        outer = nn.parallel.DistributedDataParallel(model)
-        optimizer = make(model.parameters(), compressor="quantize:4")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for step in range(4):
-                optimizer.zero_grad()
-                same = case == "same batches" or (case == "same batch once" and not step)
-                x = normal(20, 10 * step + (0 if same else dist.get_rank())).view(4, 5)
-                with contextlib.nullcontext() if case == "DDP" else outer.no_sync():
-                    outer(x).square().mean().backward()
-                if step == 1:
-                    optimizer.zero_grad()  # which says nothing
-                optimizer.step()
-        ours = [w for w in caught if issubclass(w.category, tw.errors.ThinwireWarning)]
-        found[case] = [str(w.message) for w in ours]
-    return found
+    return warnings_of_averaged(lambda parameters: make(parameters, compressor="quantize:4"))
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -19,6 +19,7 @@ from sharded_nets import (
     backward,
     distance,
     loss_of,
+    meeting_bytes,
     modules,
     parameters,
     shard,
@@ -29,6 +30,7 @@ from sharded_nets import (
 from torch import Tensor
 
 import thinwire as tw
+from thinwire.collectives.message import aligned
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
@@ -153,14 +155,28 @@ def on_bytes() -> list[tuple[int, int, int]]:
 
 def test_nothing_is_sent_for_the_backward_pass():
     """Three modules; gradients of each go in one exchange that is compressed, and one that is not.
-    Of a rank's half of the elements first four bytes each, then one, and what frames take."""
-    numel = sum(p.numel() for p in Tower().parameters())
+    A rank sends one frame of its half of each module: the parameters, then differences."""
     for found in ranks.run(on_bytes, ranks=2):
         assert [counts[:2] for counts in found] == [(3, 6)] * 3
         totals = [sent for _, _, sent in found]
-        assert 2 * numel <= totals[0] < 2 * numel + 3 * 256
-        for before, after in pairwise(totals):
-            assert numel / 2 < after - before < numel / 2 + 3 * 256
+        whole, differences = (
+            sum(
+                meeting_bytes(2) + aligned(compressor.encode(torch.ones(numel)).num_bytes)
+                for numel in halves()
+            )
+            for compressor in (tw.NoCompression(), tw.Quantize(8))
+        )
+        assert totals[0] == whole
+        assert [after - before for before, after in pairwise(totals)] == [differences] * 2
+
+
+def halves() -> list[int]:
+    """Elements of a rank's part of each module, of two: the first dimension is cut, and padded."""
+    model = Tower()
+    parts = [dict(block.named_parameters()) for block in model.blocks]
+    within = {id(p) for part in parts for p in part.values()}
+    parts.append({n: p for n, p in model.named_parameters() if id(p) not in within})
+    return [sum(-(-p.shape[0] // 2) * p[0].numel() for p in part.values()) for part in parts]
 
 
 def on_nan() -> tuple[bool, bool, float]:

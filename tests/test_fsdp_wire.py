@@ -18,6 +18,7 @@ from sharded_nets import (
     Tower,
     adam,
     backward,
+    meeting_bytes,
     parameters,
     shard,
     train,
@@ -29,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from thinwire.collectives.message import bundled_bytes
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
@@ -94,10 +96,11 @@ def test_bytes_are_those_of_what_is_sent_to_others():
     the lengths of messages besides."""
     for stats, summary, explained, rows in ranks.run(on_figures, "cast:bf16", {}, ranks=3):
         row = stats["tensors"]["blocks.0.up.weight"]
-        payload = 2 * 24 * 48
         assert row["steps"] == 4
         assert row["bytes_in"] == 4 * 4 * 24 * 48
-        assert 4 * payload * 2 / 3 <= row["bytes_sent"] < 4 * (payload * 2 / 3 + 2 * 256)
+        frame = tw.Cast("bf16").encode(torch.ones(24 * 48 // 3)).num_bytes
+        # Two matrices of one size share a meeting, and a message to each of two other ranks.
+        assert row["bytes_sent"] == 4 * (meeting_bytes(3) + 2 * bundled_bytes([frame, frame])) / 2
         assert row["collective"] == "reduce_scatter"
         assert stats["tensors"]["blocks.0.up.bias"]["compressor"] == "none"
         assert stats["total"]["bytes_sent"] >= sum(

@@ -19,7 +19,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from stepping import Given, copies
+from stepping import AVERAGED, Given, copies, warnings_of_averaged
 from tensors import normal
 from torch import Tensor, nn
 
@@ -753,31 +753,8 @@ def on_ddp() -> bool:
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-AVERAGED = {"DDP": True, "no_sync": False, "same batches": True, "same batch once": False}
-
-
 def on_averaged(kind: str) -> dict[str, list[str]]:
-    """What each kind of training is warned of."""
-    found = {}
-    for case in AVERAGED:
-        torch.manual_seed(0)
-        model = nn.Linear(5, 3)
-        outer = nn.parallel.DistributedDataParallel(model)
-        optimizer = make(kind, model.parameters())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for step in range(4):
-                optimizer.zero_grad()
-                same = case == "same batches" or (case == "same batch once" and not step)
-                x = normal(20, 10 * step + (0 if same else dist.get_rank())).view(4, 5)
-                with contextlib.nullcontext() if case == "DDP" else outer.no_sync():
-                    outer(x).square().mean().backward()
-                if step == 1:
-                    optimizer.zero_grad()  # which says nothing
-                optimizer.step()
-        ours = [w for w in caught if issubclass(w.category, tw.errors.ThinwireWarning)]
-        found[case] = [str(w.message) for w in ours]
-    return found
+    return warnings_of_averaged(lambda parameters: make(kind, parameters))
 
 
 @over_kinds

@@ -16,6 +16,7 @@ from thinwire.bench.settings import BenchSettingError
 from thinwire.compressors import Chain, Compressor, LocalCompressor, Tiered
 from thinwire.compressors.sparsifiers import Sparsifier
 from thinwire.frames import Payload
+from thinwire.frames.code import wide_type
 from thinwire.kernels import Key
 
 T = TypeVar("T")
@@ -148,7 +149,7 @@ def fidelity(x: Tensor, y: Tensor) -> Fidelity:
 
 def residual_of(x: Tensor) -> Tensor:
     """An empty residual for a tensor."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_type(x.dtype)
     # Written to, not only promised by the system: the first pass over it is not to be measured.
     return torch.empty_like(x, dtype=wide).fill_(0)
 

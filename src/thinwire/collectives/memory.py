@@ -20,6 +20,7 @@ from thinwire.compressors import Compressor, JointCompressor, LocalCompressor
 from thinwire.errors import MemoryLimitError
 from thinwire.formatting import show_bytes
 from thinwire.frames import Payload, pack, unpack
+from thinwire.frames.code import wide_type
 from thinwire.kernels import Key
 
 SAMPLE = 1 << 16
@@ -314,7 +315,7 @@ def weigh(compressor: Compressor, dtype: torch.dtype, residual: bool) -> Weight:
         return Weight(dtype.itemsize, 0, dtype.itemsize, 0, 0)
     assert isinstance(compressor, LocalCompressor)
     sample = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)).to(dtype)
-    zeros = torch.zeros(SAMPLE, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    zeros = torch.zeros(SAMPLE, dtype=wide_type(dtype))
     payload = compressor.draft(sample, residual=zeros if residual else None, key=Key())
     frame = pack(payload)
     received = unpack(frame)

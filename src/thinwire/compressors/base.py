@@ -29,7 +29,7 @@ from torch import Tensor
 
 from thinwire.errors import ThinwireWarning
 from thinwire.frames.arrays import Array, Bytes, tensor_of
-from thinwire.frames.code import Code, Extent, Start
+from thinwire.frames.code import Code, Extent, Start, wide_type
 from thinwire.frames.frame import longest_frame
 from thinwire.frames.header import DTYPES, LONGEST_HEADER
 from thinwire.frames.payload import Payload, add_all, flat_view, flattened
@@ -143,7 +143,7 @@ class Compressor(ABC):
             )
         if residual is None:
             return
-        wanted = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wanted = wide_type(x.dtype)
         if residual.dtype != wanted:
             raise TypeError(
                 f"{who}: the residual of a {x.dtype} tensor must be {wanted}, got {residual.dtype}"

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from thinwire import check
 from thinwire.feedback.state import STORAGES, ScratchBuffers, StateVector
+from thinwire.frames.code import wide_type
 from thinwire.kernels import Key
 from thinwire.spec import spec_of
 
@@ -179,7 +180,7 @@ class Remembering(Feedback):
     def new_state(
         self, numel: int, dtype: torch.dtype, device: torch.device
     ) -> dict[str, StateVector]:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = wide_type(dtype)
         return {
             part: StateVector(numel, wide, device, self.storage, stream)
             for stream, part in enumerate(self.parts)

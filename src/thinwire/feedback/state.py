@@ -22,11 +22,20 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors.compiling import CPU, SMALL, WORKING, working_dtype
+from thinwire.frames.code import wide_type
 from thinwire.kernels import Key
 from thinwire.kernels.compiling import KernelUse
 
 STORAGES = ("fp32", "bf16", "int8", "host")
 LIMIT, WIDTH, BLOCK = 127, 8, 256  # of int8
+
+
+def stored_bytes(storage: str, numel: int, dtype: torch.dtype) -> int:
+    """That a vector of state takes, for a tensor of this type."""
+    wide = wide_type(dtype).itemsize
+    if storage == "int8":
+        return numel + wide * -(-numel // BLOCK)  # levels, and a scale for each block
+    return numel * (2 if storage == "bf16" else wide)
 
 
 class StateVector:

@@ -80,6 +80,11 @@ def as_bytes(section: Tensor) -> Tensor:
     return section.contiguous().as_strided((section.numel(),), (1,)).view(torch.uint8)
 
 
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type of scales, residuals and arithmetic: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Extent(NamedTuple):
     """What a code describes: so many elements of a type."""
 
@@ -88,8 +93,8 @@ class Extent(NamedTuple):
 
     @property
     def real(self) -> torch.dtype:
-        """The type of scales and of arithmetic: float64 for float64, else float32."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        """The type of scales and of arithmetic."""
+        return wide_type(self.dtype)
 
 
 class Start(NamedTuple):

@@ -68,10 +68,9 @@ class Compression(_pytorch.Callback):  # type: ignore[misc]
         if self.wire is None or not trainer.loggers or trainer.global_step == 0:
             return
         if trainer.global_step % trainer.log_every_n_steps == 0:
-            collector = _Collector()
-            self.wire._write(collector)
+            found = self.wire.scalars()
             for logger in trainer.loggers:
-                logger.log_metrics(collector.values, step=trainer.global_step)
+                logger.log_metrics(found, step=trainer.global_step)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if isinstance(self.wire, LocalSteps):
@@ -103,13 +102,3 @@ class Compression(_pytorch.Callback):  # type: ignore[misc]
     def state_key(self) -> str:
         kind = "local steps" if takes_local_steps(self.compressor) else "gradients"
         return f"thinwire.Compression({kind})"
-
-
-class _Collector:
-    """What `Wire.log_to` would write."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        self.values[tag] = scalar_value

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.frames.code import wide_type
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -90,7 +92,7 @@ class Slot:
 
 def real_of(p: Tensor) -> torch.dtype:
     """The type of a parameter's state."""
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
+    return wide_type(p.dtype)
 
 
 def decayed(slot: Slot, grad: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from thinwire.collectives.channel import process_group
 from thinwire.collectives.numbers import GatherNumbers
 from thinwire.collectives.states import state_from_bytes, state_to_bytes
 from thinwire.compressors import JointCompressor
+from thinwire.frames.code import wide_type
 from thinwire.parallel.wire import VERSION, Wire
 from thinwire.reducer.saved_state import gathered, whose
 from thinwire.torch_internals import common_device
@@ -57,7 +58,7 @@ class Checkpoint:
         }
         for part in self._wire._reducer.feedback.parts:
             for name, parameter in self._wire._remembered().items():
-                wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+                wide = wide_type(parameter.dtype)
                 row = kept.get(name, {}).get(part)
                 if row is None:
                     row = torch.zeros(parameter.numel(), dtype=wide, device=parameter.device)
@@ -76,7 +77,7 @@ class Checkpoint:
             compressor = choices.compressor_of(name)
             # Of choices that change, the next process cannot know the shapes before it has loaded.
             if isinstance(compressor, JointCompressor) and choices.fixed:
-                wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+                wide = wide_type(parameter.dtype)
                 like = torch.empty(0, dtype=wide, device=parameter.device)
                 for part, shape in compressor.recalls(parameter.shape).items():
                     rows.append((name, part, shape, like))

@@ -34,6 +34,7 @@ from thinwire.collectives.options import Group, NodesGiven, Timeout
 from thinwire.errors import ReplicaError, ThinwireWarning
 from thinwire.feedback import DGC, Feedback, Vote
 from thinwire.formatting import plural, show_bytes
+from thinwire.frames.code import wide_type
 from thinwire.methods import LocalRecipe, LocalSGD, OuterSGD, method_of
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.parallel.averaging import AverageHandle, AveragingStep, AveragingWire
@@ -48,7 +49,6 @@ from thinwire.parallel.model import described, parameter_names
 from thinwire.parallel.plan import GRANULARITIES
 from thinwire.parallel.replicas import ReplicaCheck
 from thinwire.parallel.stats import Stats, stats_of
-from thinwire.parallel.wire import Scalars
 from thinwire.policies.base import TensorInfo
 from thinwire.policies.schedule import Warmup
 from thinwire.reducer.saved_state import required, states_to_load
@@ -267,7 +267,7 @@ class LocalSteps(AveragingWire):
     def _learn(self, module: nn.Module) -> None:
         """Choose for all tensors, and have compiled what that takes."""
         infos = described(module, cast("dict[str, nn.Parameter]", self._live))
-        tensors = {n: info._replace(dtype=_wide(info.dtype)) for n, info in infos.items()}
+        tensors = {n: info._replace(dtype=wide_type(info.dtype)) for n, info in infos.items()}
         likes = {name: _like(p) for name, p in self._live.items()}
         for name, buffer in self._buffers.items():
             likes[BUFFER + name] = _like(buffer)
@@ -410,7 +410,7 @@ class LocalSteps(AveragingWire):
         except ReplicaError:
             log.info("ranks came with different parameters: all take those of the first rank")
             self._take_first(list(tensors.values()))
-        self._agree({name: p.detach().to(_wide(p.dtype)) for name, p in self._live.items()})
+        self._agree({name: p.detach().to(wide_type(p.dtype)) for name, p in self._live.items()})
 
     def _take_first(self, tensors: list[Tensor]) -> None:
         options = self._reducer.options
@@ -527,7 +527,7 @@ class LocalSteps(AveragingWire):
             if "residual" in state:
                 own = self._live[name].detach()
                 own.sub_(state["residual"].view_as(own).to(own.dtype), alpha=share)
-                self._bases[name] = own.to(_wide(own.dtype), copy=True)
+                self._bases[name] = own.to(wide_type(own.dtype), copy=True)
 
     def _skip(self, landed: "Round") -> None:
         """Something was not finite: all ranks go back to the last common parameters."""
@@ -675,11 +675,14 @@ class LocalSteps(AveragingWire):
             f"{show_bytes(found['bytes_per_round'])} per round"
         )
 
-    def _write(self, writer: Scalars) -> None:
-        super()._write(writer)
+    def scalars(self) -> dict[str, float]:
         found = self._with_rounds(stats_of(self, norms=False))
-        for name in ("inner_steps", "bytes_per_inner_step", "bytes_per_round"):
-            writer.add_scalar(f"thinwire/{name}", float(found[name]), self.step)
+        return {
+            **super().scalars(),
+            "thinwire/inner_steps": float(found["inner_steps"]),
+            "thinwire/bytes_per_inner_step": found["bytes_per_inner_step"],
+            "thinwire/bytes_per_round": found["bytes_per_round"],
+        }
 
     # Checkpoints.
 
@@ -1031,13 +1034,9 @@ class _Nothing:
         return None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _like(tensor: Tensor) -> Tensor:
     """Shape, type and device of what is exchanged of it, in the memory of one element."""
-    return torch.zeros((), dtype=_wide(tensor.dtype), device=tensor.device).expand(tensor.shape)
+    return torch.zeros((), dtype=wide_type(tensor.dtype), device=tensor.device).expand(tensor.shape)
 
 
 def _move(tensor: Tensor, to: Tensor, mixing: float) -> None:

@@ -27,6 +27,7 @@ from thinwire.errors import MemoryLimitError
 from thinwire.feedback import EF14, Feedback, NoFeedback
 from thinwire.feedback import parse as parse_feedback
 from thinwire.feedback.base import Remembering
+from thinwire.feedback.state import stored_bytes
 from thinwire.formatting import show_bytes
 from thinwire.parallel.configuration import Configuration
 from thinwire.parallel.model import described
@@ -35,9 +36,9 @@ from thinwire.parallel.plan import Piece, PlannedExchange, Planner, check_granul
 from thinwire.parallel.replicas import ReplicaCheck
 from thinwire.parallel.shards import NamedGroup, NamedShard, stretches
 from thinwire.parallel.step import ExchangeStep, raise_first
-from thinwire.parallel.weights import WeightGather, WeightSettings, explanation
+from thinwire.parallel.weights import TorchMemory, WeightGather, WeightSettings, explanation
 from thinwire.parallel.wire import Layout, Wire
-from thinwire.policies.base import Measured, Policy, TensorInfo
+from thinwire.policies.base import Measured, Policy
 from thinwire.reducer.saved_state import RankState, ReducerState, required, states_to_load
 from thinwire.telemetry import span
 from thinwire.torch_internals import (
@@ -70,7 +71,7 @@ def attach_sharded(
         # Each tensor by itself: in several joined ones a rank's rows would not lie together.
         check_granularity(granularity)
         planner = Planner(scatter._compressor_of, "tensor")
-        hook: ShardedHook = ScatterHook(scatter, groups, planner, scatter.gathers)
+        hook: ShardedHook = ScatterHook(scatter, groups, planner)
         wire: ShardedWire = scatter
     else:
         wire = ReplicaWire(configuration, groups)
@@ -394,6 +395,9 @@ class ScatterWire(ShardedWire):
             self.gathers = {
                 group.title: WeightGather(group, weights, options, ledger) for group in groups
             }
+
+    def _learn_shards(self, model: nn.Module) -> None:
+        super()._learn_shards(model)
         self._check_memory()
 
     def _check_memory(self) -> None:
@@ -409,17 +413,15 @@ class ScatterWire(ShardedWire):
             )
 
     def _residual_bytes(self) -> int:
+        """Of all tensors that a policy chooses for: what it may come to."""
         feedback = self._reducer.feedback
         if not isinstance(feedback, Remembering):
             return 0
-        infos = [
-            TensorInfo(name, shard.place.shape, shard.place.dtype)
-            for name, shard in self._shards.items()
-            if shard.trained
-        ]
-        chosen = [self._shards[info.name] for info in self._configuration.chosen_for(infos)]
-        count = sum(shard.count * shard.padded_numel for shard in chosen)
-        return round(count * STORED[feedback.storage])
+        chosen = [self._shards[name] for name in self._choices.tensors]
+        return sum(
+            stored_bytes(feedback.storage, each.count * each.padded_numel, each.place.dtype)
+            for each in chosen
+        )
 
     def _shape(self, shard: NamedShard) -> torch.Size:
         return shard.place.shape
@@ -467,29 +469,16 @@ class ScatterWire(ShardedWire):
         return "\n".join(lines)
 
 
-STORED = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256, "host": 4}  # bytes of an element
-
-
 class ScatterHook(ShardedHook):
-    """Takes the place of FSDP's reduce-scatter, and of its all-gather if parameters are compressed.
+    """Takes the place of FSDP's reduce-scatter, and of its all-gather if parameters are
+    compressed."""
 
-    Args:
-        gathers: of the modules, by title.
-    """
-
-    def __init__(
-        self,
-        wire: ShardedWire,
-        groups: Sequence[NamedGroup],
-        planner: Planner,
-        gathers: Mapping[str, WeightGather],
-    ) -> None:
-        super().__init__(wire, groups, planner)
-        self.gathers = gathers
+    wire: ScatterWire
 
     def _check(self, here: ShardedPass) -> None:
         every = self.wire._configuration.check_every
-        held = {t: g.common for t, g in self.gathers.items() if g.common is not None}
+        gathers = self.wire.gathers.items()
+        held = {title: g.common for title, g in gathers if g.common is not None}
         if held and every and here.step % every == 0:
             check = ReplicaCheck(held, replace(self._reducer.options, collective="auto"))
             here.follow(check.start(async_op=True), set())
@@ -497,7 +486,7 @@ class ScatterHook(ShardedHook):
     def _set(self, group: NamedGroup) -> None:
         module: Any = group.module
         module.set_custom_reduce_scatter(GradientScatter(self, group))
-        gather = self.gathers.get(group.title)
+        gather = self.wire.gathers.get(group.title)
         if gather is not None:
             module.set_custom_all_gather(gather)
 
@@ -508,16 +497,11 @@ class ScatterHook(ShardedHook):
         ]
 
 
-class GradientScatter:
+class GradientScatter(TorchMemory):
     """The reduce-scatter of one module, as FSDP calls it."""
 
     def __init__(self, hook: ScatterHook, group: NamedGroup) -> None:
         self._hook, self._group = hook, group
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -554,11 +538,8 @@ class GradientScatter:
 
 
 class ReplicaWire(ShardedWire):
-    """Of a model whose shards are averaged over replicas.
-
-    Args:
-        replicate: the group of the replicas of this rank's shards.
-    """
+    """Of a model whose shards are averaged over replicas: its group is that of a shard's
+    replicas."""
 
     _advice = '"quantize:4" or "powersgd:4"'
 

@@ -29,6 +29,7 @@ from thinwire.collectives.options import Options
 from thinwire.compressors import Compressor, LocalCompressor, local_of
 from thinwire.compressors.base import FLOATS
 from thinwire.formatting import show_bytes
+from thinwire.frames.code import wide_type
 from thinwire.kernels import Key
 from thinwire.parallel.shards import NamedGroup, stretches
 from thinwire.reducer.units import STEPS, UNCOMPRESSED
@@ -78,7 +79,16 @@ class DifferenceGather(AllGather):
         self.details += (("parameters", f"{what}, gathered {key.step} times before"),)
 
 
-class WeightGather:
+class TorchMemory:
+    """Buffers of FSDP's collectives, from torch's own allocator."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class WeightGather(TorchMemory):
     """The all-gather of one module, as FSDP calls it.
 
     Args:
@@ -96,7 +106,7 @@ class WeightGather:
         self._group, self._settings = group, settings
         self._options, self._ledger = options, ledger
         self.count = 0
-        self._common: Tensor | None = None  # what all ranks hold, a row for each rank's part
+        self._common: Tensor | None = None
         self._lost = False  # something of it is not finite
         self._saved_row: Tensor | None = None  # of it, from a checkpoint
         excluded: list[slice] = []
@@ -114,18 +124,14 @@ class WeightGather:
     def num_bytes(self) -> int:
         """That a copy of the module takes on each rank."""
         return sum(
-            shard.count * shard.padded_numel * _wide(shard.place.data.dtype).itemsize
+            shard.count * shard.padded_numel * wide_type(shard.place.data.dtype).itemsize
             for shard in self._group.shards
         )
 
     @property
     def common(self) -> Tensor | None:
+        """What all ranks hold, a row for each rank's part."""
         return self._common
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -154,7 +160,7 @@ class WeightGather:
 
     def _renew(self, own: Tensor) -> None:
         """Have all ranks hold what they have now."""
-        wide, every = _wide(own.dtype), self._settings.resync_every
+        wide, every = wide_type(own.dtype), self._settings.resync_every
         if self._saved_row is not None:
             self._common = self._gathered("saved parameters", self._saved_row, UNCOMPRESSED)
             self._saved_row = None
@@ -212,10 +218,6 @@ class WeightGather:
         if state is not None and "row" in state:
             device = self._group.shards[0].place.data.device
             self._saved_row, self.count = state["row"].to(device), state["count"]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _cat(flat: Tensor, places: Sequence[slice]) -> Tensor:

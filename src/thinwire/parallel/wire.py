@@ -284,9 +284,11 @@ class Wire:
     def _end_step(self) -> None:
         for writer, every in self._writers:
             if self.step % every == 0:
-                self._write(writer)
+                for name, value in self.scalars().items():
+                    writer.add_scalar(name, value, self.step)
 
-    def _write(self, writer: Scalars) -> None:
+    def scalars(self) -> dict[str, float]:
+        """What `log_to` writes: totals so far, by their names in a log."""
         found = stats_of(self, norms=False)
         total = found["total"]
         values = {
@@ -294,12 +296,9 @@ class Wire:
             "bytes_sent": total["bytes_sent"],
             "bytes_in": total["bytes_in"],
             "relative_error": total["relative_error"],
+            **{f"seconds/{kind}": seconds for kind, seconds in found["seconds"].items()},
         }
-        for name, value in values.items():
-            if value is not None:
-                writer.add_scalar(f"thinwire/{name}", value, self.step)
-        for kind, seconds in found["seconds"].items():
-            writer.add_scalar(f"thinwire/seconds/{kind}", seconds, self.step)
+        return {f"thinwire/{name}": value for name, value in values.items() if value is not None}
 
     # Checkpoints.
 
