@@ -14,7 +14,6 @@ import torch.distributed as dist
 from tensors import normal, same
 
 import thinwire as tw
-from thinwire.collectives.link import Link
 from thinwire.collectives.message import bundle, max_message_bytes
 from thinwire.collectives.transport import Transport
 from thinwire.frames import longest_frame
@@ -23,6 +22,7 @@ from thinwire.frames.code import Extent
 TIMEOUT = 600.0  # of calls: ranks.py ends them long before
 LIAR = 1
 N = 1000
+LARGE = 100_000  # elements, most of which do not fit a message that comes along with a record
 TERABYTE = 1 << 40
 INNER = [[0, 1], [2, 3]]
 
@@ -56,6 +56,9 @@ def calls(x: torch.Tensor, r: torch.Tensor) -> dict[str, Callable[[], object]]:
         "gather in rounds": reduce("topk:0.1", "gather", max_bytes="1GB"),
         "twoshot": reduce("quantize:4", "twoshot"),
         "sparse": reduce("topk:0.1", "sparse"),
+        "sparse regions": lambda: tw.all_reduce(
+            normal(LARGE, me), "topk:0.9", collective="sparse", timeout=TIMEOUT
+        ),
         "summable": lambda: tw.all_reduce(
             half, "cast:fp16", collective="summable", timeout=TIMEOUT
         ),
@@ -90,12 +93,19 @@ LIES = {
     "to all": Lie("twoshot", 2, "numbers", 0, TERABYTE, LENGTH),
     "chosen": Lie("sparse", 1, "numbers", 1, TERABYTE, "announces chosen elements"),
     "fewer chosen than none": Lie("sparse", 1, "numbers", 1, -9, "announces chosen elements"),
-    "quantiles outside": Lie("sparse", 1, "words", 0, N + 1, "announces a step between quantiles"),
-    "quantiles below": Lie("sparse", 1, "words", 0, -1, "announces a step between quantiles"),
-    "quantiles descend": Lie("sparse", 1, "words", 1, 0, "announces a step between quantiles"),
-    "last quantile": Lie("sparse", 1, "words", 2, N + 1, "announces a last quantile"),
-    "sparse to owners": Lie("sparse", 2, "words", 0, TERABYTE, LENGTH),
-    "sparse to all": Lie("sparse", 3, "numbers", 0, TERABYTE, LENGTH),
+    "quantiles outside": Lie(
+        "sparse regions", 1, "words", 0, LARGE + 1, "announces a step between quantiles"
+    ),
+    "quantiles below": Lie(
+        "sparse regions", 1, "words", 0, -1, "announces a step between quantiles"
+    ),
+    "quantiles descend": Lie(
+        "sparse regions", 1, "words", 1, 0, "announces a step between quantiles"
+    ),
+    "last quantile": Lie("sparse regions", 1, "words", 2, LARGE + 1, "announces a last quantile"),
+    "sparse to owners": Lie("sparse", 1, "words", 0, TERABYTE, LENGTH),
+    "sparse to all": Lie("sparse", 2, "numbers", 0, TERABYTE, LENGTH),
+    "large sparse to owners": Lie("sparse regions", 2, "words", 0, TERABYTE, LENGTH),
     "infinite peak": Lie(
         "summable", 1, "numbers", 1, bits(torch.inf), "announces a largest magnitude"
     ),
@@ -117,14 +127,14 @@ def lying(lie: Lie) -> Callable[..., Any]:
     """A `Transport._meet` that says something else, once."""
     truthful, meetings = Transport._meet, 0
 
-    def meet(self: Any, numbers: Any, words: Any, failure: Any, idle: bool = False) -> Any:
+    def meet(self: Any, numbers: Any, words: Any, failure: Any, **more: Any) -> Any:
         nonlocal meetings
         meetings += 1
         said = {"numbers": list(numbers), "words": list(words)}
         if meetings == lie.meeting:
             said[lie.kind] += [0] * (lie.place + 1 - len(said[lie.kind]))
             said[lie.kind][lie.place] = lie.value
-        return truthful(self, said["numbers"], said["words"], failure, idle)
+        return truthful(self, said["numbers"], said["words"], failure, **more)
 
     return meet
 
@@ -190,19 +200,18 @@ def test_the_truth_is_not_refused(size):
 
 def on_long_explanations() -> list[str]:
     """Ranks that disagree explain themselves; one says that it has a terabyte to say."""
-    truthful, errors, lengths = Link.all_gather, [], []
+    truthful, errors, lengths = Transport._send_records, [], []
 
-    def all_gather(self: Any, mine: torch.Tensor, limit: Any) -> torch.Tensor:
-        if mine.dtype == torch.int64:
-            mine[1] += 1  # the checksum of the call
-            mine[3] = lengths[-1]
-        return truthful(self, mine, limit)
+    def send(self: Any, record: list[int], messages: Any) -> Any:
+        record[1] += 1  # the checksum of the call
+        record[3] = lengths[-1]
+        return truthful(self, record, messages)
 
     for length in (TERABYTE, -1):
         lengths.append(length)
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == LIAR:
-                patch.setattr(Link, "all_gather", all_gather)
+                patch.setattr(Transport, "_send_records", send)
             try:
                 tw.all_reduce(torch.ones(N), "topk:0.1", timeout=TIMEOUT)
             except tw.PeerError as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from thinwire.collectives.allreduce import check_writable
@@ -117,11 +118,12 @@ class AllGather(Exchange):
         self._message = bundle([self._payload])
 
     def exchange(self, transport: Transport) -> None:
-        lengths = [record.numbers[0] for record in transport.meet([self._message.numel()])]
+        records = transport.meet([self._message.numel()], along=self._message)
+        lengths = [record.numbers[0] for record in records]
         extents = [Extent(place.dtype, place.numel()) for place in self._places]
         most = [max_message_bytes([extent], self._compressor) for extent in extents]
         transport.checked(LENGTH, lengths, most)
-        messages = transport.gather(self._message, lengths)
+        messages = transport.gather(self._message, lengths, records)
         with transport.clock("decode"):
             self._received = [
                 unbundle(m, [extent], self._compressor.fingerprint)[0]
@@ -206,11 +208,13 @@ class Broadcast(Exchange):
             self._message = bundle([self._payload])
 
     def exchange(self, transport: Transport) -> None:
-        records = transport.meet([0 if self._message is None else self._message.numel()])
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        own = nothing if self._message is None else self._message
+        records = transport.meet([own.numel()], along=own)
         lengths = [record.numbers[0] for record in records]
         most = max_message_bytes([self._part.extent], self._compressor)
         transport.checked(LENGTH, lengths, most)
-        message = transport.broadcast(self._message, lengths[self._root], self._root)
+        message = transport.broadcast(self._message, lengths[self._root], self._root, records)
         with transport.clock("decode"):
             fingerprint = self._compressor.fingerprint
             (self._received,) = unbundle(message, [self._part.extent], fingerprint)

@@ -1,8 +1,8 @@
 """gather: every rank gets every frame and adds them up in rank order.
 
 1. Draft the payload of C(x + r).
-2. Meet: compare the calls, exchange the lengths of the messages.
-3. All-gather of the messages.
+2. Meet: compare the calls, exchange the lengths of the messages; short ones come along.
+3. All-gather of the messages, unless they have come.
 4. Open and check all frames.
 5. Residual <- (x + r) - own payload; tensor <- weight * sum of the decoded, in rank order, or the
    mean of each element over the payloads that hold it.
@@ -103,7 +103,9 @@ class Gather(PayloadAlgorithm):
     def _announce(
         self, transport: Transport, own: _Slice, limit: int | None, longest: list[Part]
     ) -> list[Record]:
-        records = transport.meet([own.message.numel(), own.non_finite, self._rounds, limit or 0])
+        records = transport.meet(
+            [own.message.numel(), own.non_finite, self._rounds, limit or 0], along=own.message
+        )
         most = max_message_bytes([part.extent for part in longest], self.compressor)
         transport.checked(LENGTH, [record.numbers[0] for record in records], most)
         transport.checked(ROUNDS, [record.numbers[2] for record in records], MOST_ROUNDS, 1)
@@ -125,7 +127,8 @@ class Gather(PayloadAlgorithm):
         self, transport: Transport, own: _Slice, records: list[Record]
     ) -> list[list[Payload]]:
         """The payloads of all members, opened and checked."""
-        messages = transport.gather(own.message, [record.numbers[0] for record in records])
+        lengths = [record.numbers[0] for record in records]
+        messages = transport.gather(own.message, lengths, records)
         with transport.clock("decode"):
             extents = [part.extent for part in own.parts]
             return [unbundle(m, extents, self.compressor.fingerprint) for m in messages]

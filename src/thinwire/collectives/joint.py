@@ -13,7 +13,6 @@ values that it asks for leave each rank, however many there are.
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.algorithm import Algorithm
@@ -42,24 +41,36 @@ class JointSearch(Algorithm):
         self.finite = all(part.finite for part in parts)
 
     def exchange(self, transport: Transport) -> None:
-        records = transport.meet([not self.finite])
+        pools = _pooled(self._wanted)
+        along = transport.summands(pools) if self.finite else None
+        records = transport.meet([not self.finite], along=along)
         self.finite = not any(record.numbers[0] for record in records)
         if not self.finite:
             return
         count = len(self._seen)
-        means = _averages(transport, self._wanted, self.size)
+        means = self._means(transport.sum(pools, records), self._wanted)
         self._exact = means[count:]
         for _ in range(self._num_sums - 1):
             if not _all_finite(means):
                 break
             with transport.preparing():
                 wanted = self._search.send(means[:count])
-            transport.meet()
-            means = _averages(transport, wanted, self.size)
+                pools = _pooled(wanted)
+            records = transport.meet(along=transport.summands(pools))
+            means = self._means(transport.sum(pools, records), wanted)
         self.finite = _all_finite(means)  # or too large to be multiplied; all ranks see the same
         if self.finite:
             with transport.clock("decode"):
                 self._results = self._last(means[:count])
+
+    def _means(self, totals: dict[torch.dtype, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of pooled tensors as means of each."""
+        totals = {dtype: total.div_(self.size) for dtype, total in totals.items()}
+        means = []
+        for tensor in tensors:
+            mean, totals[tensor.dtype] = totals[tensor.dtype].tensor_split([tensor.numel()])
+            means.append(mean.view(tensor.shape))
+        return means
 
     def _last(self, means: list[Tensor]) -> list[Tensor]:
         try:
@@ -108,16 +119,9 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
-def _averages(transport: Transport, tensors: Sequence[Tensor], size: int) -> list[Tensor]:
-    """The means over ranks, those of one type summed in one piece."""
-    totals = {
-        dtype: transport.reduce(
-            torch.cat([t.reshape(-1) for t in tensors if t.dtype == dtype]), dist.ReduceOp.SUM
-        ).div_(size)
+def _pooled(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
+    """Copies of the tensors, those of one type in one piece."""
+    return {
+        dtype: torch.cat([t.reshape(-1) for t in tensors if t.dtype == dtype])
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
     }
-    means = []
-    for tensor in tensors:
-        mean, totals[tensor.dtype] = totals[tensor.dtype].tensor_split([tensor.numel()])
-        means.append(mean.view(tensor.shape))
-    return means

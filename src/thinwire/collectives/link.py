@@ -114,6 +114,36 @@ class Link:
         )
         return out
 
+    @property
+    def takes_shorter(self) -> bool:
+        """Whether a message may be shorter than what its receiver has room for."""
+        return self._waits_in_steps
+
+    def all_to_all_shorter(
+        self, outgoing: Tensor, sent: Sequence[int], room: int, head: int, limit: timedelta
+    ) -> Tensor:
+        """sent[j] bytes to member j, none to oneself; a row of `room` bytes for each other member,
+        of which it has filled as many as it sent. The rest is zero up to `head`, then anything.
+
+        Nobody has to know how much the others send: only that it is not more than `room`. gloo
+        posts all messages at once, so this takes one hop, where its all-gather is a ring of P - 1.
+        `note_received` has to be called when lengths are known.
+        """
+        me, others = self.members.index, self.members.size - 1
+        out = outgoing.new_empty(others * room)
+        rows = out.view(others, room)
+        rows[:, :head].zero_()
+        received = [0 if j == me else room for j in range(others + 1)]
+        self._count(sum(sent), 0, others)
+        self._finish(
+            torch_internals.all_to_all(self._group, out, outgoing, received, sent, limit), limit
+        )
+        return rows
+
+    def note_received(self, num_bytes: int) -> None:
+        """How much `all_to_all_shorter` has received."""
+        self._count(0, num_bytes, 0)
+
     def all_reduce(self, tensor: Tensor, op: Any, limit: timedelta) -> None:
         """The backend's own reduction, in place."""
         size = self.members.size

@@ -47,8 +47,8 @@ class GatherNumbers(Exchange):
 
     def exchange(self, transport: Transport) -> None:
         message = self._message.to(self.device)
-        transport.meet()
-        found = transport.gather(message, [message.numel()] * self.size)
+        records = transport.meet(along=message)
+        found = transport.gather(message, [message.numel()] * self.size, records)
         self._found = [each.cpu().clone().view(torch.float64).tolist() for each in found]
 
     def finish(self) -> None:

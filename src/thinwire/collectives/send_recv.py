@@ -14,9 +14,9 @@ from thinwire.collectives.exchange import Exchange, describe
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.message import LENGTH, bundle
 from thinwire.collectives.options import Group, Options, Timeout
-from thinwire.collectives.pairs import NAME, SENDER, Pair, pair_channel_of
+from thinwire.collectives.pairs import NAME, RECEIVER, SENDER, Pair, pair_channel_of
 from thinwire.collectives.reduction import FlatTensors
-from thinwire.collectives.transport import Transport
+from thinwire.collectives.transport import Record, Transport
 from thinwire.compressors import Compressor, LocalCompressor, local_of
 from thinwire.compressors.compiling import uses_of
 from thinwire.errors import FrameError
@@ -154,8 +154,10 @@ class Send(PairExchange):
         self.handle.account.finite = not self._payload.non_finite
 
     def exchange(self, transport: Transport) -> None:
-        _checked_length(transport, self._message.numel(), self._payload.extent)
-        transport.swap([self._message[:0], self._message], [0, 0])
+        nothing = self._message[:0]
+        messages = [nothing, self._message]
+        records = _meet(transport, messages, self._payload.extent)
+        transport.swap(messages, [0, 0], records)
 
     def finish(self) -> None:
         self._flat.parts[0].settle(self._compressor, self._payload)
@@ -175,9 +177,10 @@ class Receive(PairExchange):
 
     def exchange(self, transport: Transport) -> None:
         extent = Extent(self._tensor.dtype, self._tensor.numel())
-        length = _checked_length(transport, 0, extent)
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        message = transport.swap([nothing, nothing], [length, 0])[SENDER]
+        records = _meet(transport, [nothing, nothing], extent)
+        lengths = [records[SENDER].numbers[0], 0]
+        message = transport.swap([nothing, nothing], lengths, records)[SENDER]
         tensor = self._tensor
         with transport.clock("decode"):
             self._payload = unpack(message, max_numel=tensor.numel())
@@ -193,11 +196,11 @@ class Receive(PairExchange):
         self._payload.restore(self._tensor)
 
 
-def _checked_length(transport: Transport, own: int, extent: Extent) -> int:
-    """The length of the sender's message; the receiver does not know the compressor."""
-    lengths = [record.numbers[0] for record in transport.meet([own])]
-    transport.checked(LENGTH, lengths, longest_frame(extent))
-    return lengths[SENDER]
+def _meet(transport: Transport, messages: list[Tensor], extent: Extent) -> list[Record]:
+    """The records with the lengths of messages; the receiver does not know the compressor."""
+    records = transport.meet([messages[RECEIVER].numel()], along=messages)
+    transport.checked(LENGTH, [record.numbers[0] for record in records], longest_frame(extent))
+    return records
 
 
 def _places(tensor: Tensor, peer: int, tag: int, options: Options) -> tuple[int, int]:

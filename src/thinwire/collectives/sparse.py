@@ -4,7 +4,8 @@ After Ok-Topk (Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Dee
 
 1. Pick positions and values of x + r (k of them on this rank).
 2. Meet: exchange quantiles of the positions; their means divide the tensor into P regions that hold
-   about equally many chosen elements.
+   about equally many chosen elements. Where messages are short anyway, regions are of one length,
+   and nobody meets.
 3. Each rank sends every owner the elements of its region; the owner sums them.
 4. Each owner keeps the k / P largest sums of its region and sends those to all.
 5. Residual <- (x + r) - what was sent; an owner adds the sums that it did not keep, so nothing that
@@ -23,7 +24,7 @@ from thinwire.collectives.algorithm import Algorithm
 from thinwire.collectives.memory import check_real
 from thinwire.collectives.message import LENGTH, bundle, unbundle
 from thinwire.collectives.reduction import Part, Reduction
-from thinwire.collectives.transport import Record, Transport
+from thinwire.collectives.transport import Transport
 from thinwire.compressors import SparseCompressor
 from thinwire.compressors.base import add_narrower
 from thinwire.frames import Payload
@@ -48,34 +49,38 @@ class SparseRegions(Algorithm):
         self._numel = self._part.x.numel()
 
     def exchange(self, transport: Transport) -> None:
+        self._results: list[Payload] = []
+        numel, size = self._numel, self.size
+        most = self.compressor.max_payload_bytes(numel, self._part.x.dtype)
+        if most <= transport.room:
+            edges = [numel * j // size for j in range(1, size)]
+        else:
+            edges = self._balanced_edges(transport)
+        if not self.finite:
+            return
+        self._edges = [0, *edges, numel]
+        self._extents = [Extent(self._part.x.dtype, hi - lo) for lo, hi in pairwise(self._edges)]
+        counts = self._send_to_owners(transport)
+        if self.finite:
+            self._send_to_all(transport, -(-sum(counts) // size // size))
+
+    def _balanced_edges(self, transport: Transport) -> list[int]:
+        """Step 2: where regions begin that hold about equally many chosen elements."""
         chosen = self._chosen
         with transport.preparing():
-            count = 0 if chosen is None else chosen[0].numel()
             quantiles = [] if chosen is None else _quantiles(chosen, self._numel, self.size)
-        records = transport.meet([chosen is None, count], quantiles)
-        if chosen is None or any(record.numbers[0] for record in records):
-            self.finite = False
-            self._results: list[Payload] = []
-            return
-        self._check(transport, records)
-        columns = zip(*(record.words[:-1] for record in records), strict=True)
-        edges = [sum(column) // self.size for column in columns]
-        self._edges = [0, *edges, self._numel]
-        self._extents = [Extent(self._part.x.dtype, hi - lo) for lo, hi in pairwise(self._edges)]
-        counts = [record.numbers[1] for record in records]
-        keep = -(-sum(counts) // self.size // self.size)
-        self._send_to_owners(transport, chosen, max(counts))
-        self._send_to_all(transport, keep)
-
-    def _check(self, transport: Transport, records: list[Record]) -> None:
-        """What the others say of their choice: so many elements, in quantiles that ascend."""
-        transport.checked("chosen elements", [one.numbers[1] for one in records], self._numel)
+        records = transport.meet([chosen is None], quantiles)
+        self.finite = not any(record.numbers[0] for record in records)
+        if not self.finite:
+            return []
         for lo, hi in pairwise(
             [[0] * self.size, *zip(*(one.words for one in records), strict=True)]
         ):
             steps = [b - a for a, b in zip(lo, hi, strict=True)]
             transport.checked("a step between quantiles", steps, self._numel)
         transport.checked("a last quantile", [one.words[-1] for one in records], self._numel)
+        columns = zip(*(record.words[:-1] for record in records), strict=True)
+        return [sum(column) // self.size for column in columns]
 
     def _max_bytes(self, count: int) -> list[int]:
         """The longest message with at most so many elements of each region."""
@@ -84,36 +89,46 @@ class SparseRegions(Algorithm):
             for extent in self._extents
         ]
 
-    def _send_to_owners(self, transport: Transport, chosen: Chosen, most: int) -> None:
-        """Steps 3: the chosen elements of each region to its owner, and the sums of the own one."""
-        me = self.rank
+    def _send_to_owners(self, transport: Transport) -> list[int]:
+        """Step 3: the chosen elements of each region to its owner, and the sums of the own one;
+        how many each rank has chosen."""
+        me, chosen = self.rank, self._chosen
         with transport.preparing():
-            pieces = self._split(chosen)
+            pieces = [] if chosen is None else self._split(chosen)
             nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
             self._sent: list[Payload | None] = [
                 None if j == me else self.compressor.enclose(*piece, extent, self._key(j))
-                for j, (piece, extent) in enumerate(zip(pieces, self._extents, strict=True))
+                for j, (piece, extent) in enumerate(zip(pieces, self._extents, strict=bool(pieces)))
             ]
             messages = [nothing if p is None else bundle([p]) for p in self._sent]
+            messages += [nothing] * (self.size - len(messages))
             check_real("sparse", self.reduction, messages, self.size)
-        records = transport.meet([], [m.numel() for m in messages])
-        transport.checked_words(LENGTH, records, self._max_bytes(most))
-        received = transport.swap(messages, [record.words[me] for record in records])
+        count = 0 if chosen is None else chosen[0].numel()
+        lengths = [message.numel() for message in messages]
+        records = transport.meet([chosen is None, count], lengths, along=messages)
+        self.finite = not any(record.numbers[0] for record in records)
+        counts = [record.numbers[1] for record in records]
+        if not self.finite:
+            return counts
+        transport.checked("chosen elements", counts, self._numel)
+        transport.checked_words(LENGTH, records, self._max_bytes(max(counts)))
+        received = transport.swap(messages, [record.words[me] for record in records], records)
         del messages
         with transport.preparing():
             self._own = pieces[me]
             self._total = self._sum(received)
+        return counts
 
     def _send_to_all(self, transport: Transport, keep: int) -> None:
         """Step 4: the largest sums of the own region to all."""
         with transport.preparing():
             self._kept = self._largest(keep)
             message = bundle([self._kept])
-        records = transport.meet([message.numel(), self._kept.non_finite])
+        records = transport.meet([message.numel(), self._kept.non_finite], along=message)
         lengths = [record.numbers[0] for record in records]
         transport.checked(LENGTH, lengths, self._max_bytes(keep))
         self.finite = not any(record.numbers[1] for record in records)
-        messages = transport.gather(message, lengths)
+        messages = transport.gather(message, lengths, records)
         with transport.clock("decode"):
             fingerprint = self.compressor.fingerprint
             self._results = [

@@ -2,8 +2,9 @@
 
 1. Draft the payload of C(x + r); all ranks draw with the same key, so equal places mean equal
    positions.
-2. Meet: compare the calls, exchange the largest magnitude of float16 values.
-3. All-reduce the values of the payloads, in their own type.
+2. Meet: compare the calls, exchange the largest magnitude of float16 values; a few values come
+   along.
+3. All-reduce the values of the payloads, in their own type, unless all have come.
 4. Residual <- (x + r) - own payload; tensor <- weight * decoded sum.
 
 2 (P - 1) / P payloads leave each rank. Sums of float16 that could overflow are scaled down by a
@@ -33,17 +34,19 @@ class BackendSum(PayloadAlgorithm):
         self._shrink = 1.0
 
     def exchange(self, transport: Transport) -> None:
-        records = transport.meet([not self.finite, _to_bits(self._peak)])
+        # Sums of float16 are scaled when the peaks are known.
+        half = torch.float16 in self._pools
+        along = None if half or not self.finite else transport.summands(self._pools)
+        records = transport.meet([not self.finite, _to_bits(self._peak)], along=along)
         self.finite = not any(record.numbers[0] for record in records)
         if not self.finite:
             return
         peaks = [_from_bits(record.numbers[1]) for record in records]
         transport.checked("a largest magnitude", peaks, torch.finfo(torch.float16).max)
         self._shrink = _shrink(sum(peaks))
-        for dtype, pool in self._pools.items():
-            if dtype == torch.float16 and self._shrink != 1:
-                pool.mul_(self._shrink)
-            self._pools[dtype] = transport.reduce(pool, dist.ReduceOp.SUM)
+        if self._shrink != 1:
+            self._pools[torch.float16].mul_(self._shrink)
+        self._pools = transport.sum(self._pools, records)
 
     def finish(self) -> None:
         if not self.finite:
@@ -70,6 +73,10 @@ class UncompressedSum(Algorithm):
     def exchange(self, transport: Transport) -> None:
         with transport.preparing():
             self._pools = self._copied(transport)
+        if self.reduction.op == "SUM":
+            records = transport.meet(along=transport.summands(self._pools))
+            self._pools = transport.sum(self._pools, records)
+            return
         transport.meet()
         op = getattr(dist.ReduceOp, self.reduction.op)
         for dtype, pool in self._pools.items():

@@ -3,9 +3,10 @@
 This is what a parameter server with compression both ways does, with every rank as the server of
 one shard.
 
-1. Draft a payload for every other rank's shard; meet (lengths); all-to-all.
+1. Draft a payload for every other rank's shard; meet (lengths; short messages come along);
+   all-to-all.
 2. Sum the own shard: x + r of this rank uncompressed, plus the decoded shards of the others.
-3. Draft the payload of the weighted sum; meet (lengths); all-gather.
+3. Draft the payload of the weighted sum; meet, as before; all-gather.
 4. Residual <- (x + r) - payload for the shards of others; for the own shard, the sum less what was
    sent of it. Tensor <- the decoded sums, the same frames on all ranks.
 
@@ -54,11 +55,11 @@ class TwoShot(PayloadAlgorithm):
             message = bundle(self._second)
             del means
         bad = not self._swap.finite or any(p.non_finite for p in self._second)
-        records = transport.meet([message.numel(), bad])
+        records = transport.meet([message.numel(), bad], along=message)
         lengths = [record.numbers[0] for record in records]
         transport.checked(LENGTH, lengths, max_shard_bytes(self._shards, self.compressor))
         self.finite = not any(record.numbers[1] for record in records)
-        messages = transport.gather(message, lengths)
+        messages = transport.gather(message, lengths, records)
         with transport.clock("decode"):
             self._results = [
                 unbundle(m, [part.extent for part in parts], self.compressor.fingerprint)
@@ -112,10 +113,11 @@ class ShardSwap:
     def exchange(self, transport: Transport) -> None:
         """Send them, receive those for the own shard."""
         lengths = [message.numel() for message in self._messages]
-        records = transport.meet([not self.finite], lengths)
+        records = transport.meet([not self.finite], lengths, along=self._messages)
         most = max_shard_bytes(self._shards, self._compressor)
         transport.checked_words(LENGTH, records, most)
-        received = transport.swap(self._messages, [record.words[self._rank] for record in records])
+        lengths = [record.words[self._rank] for record in records]
+        received = transport.swap(self._messages, lengths, records)
         self._messages = []
         self._received = [message for j, message in enumerate(received) if j != self._rank]
         self.finite = not any(record.numbers[0] for record in records)

@@ -89,8 +89,8 @@ class ReplicaCheck(Exchange):
 
     def exchange(self, transport: Transport) -> None:
         length = self._message.numel()
-        records = transport.meet([length, self._counts])
-        rows = transport.gather(self._message, [length] * self.size)
+        records = transport.meet([length, self._counts], along=self._message)
+        rows = transport.gather(self._message, [length] * self.size, records)
         there = [i for i, record in enumerate(records) if record.numbers[1]]
         table = [bytes(rows[i].cpu().numpy()) for i in there]
         ranks = [transport.members.ranks[i] for i in there]

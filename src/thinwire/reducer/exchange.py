@@ -197,8 +197,8 @@ def _unused_everywhere(transport: Transport, units: Sequence[Unit]) -> set[str]:
     with transport.preparing():
         used = torch.tensor([bool(p.any()) for _, p in named], dtype=torch.uint8)
         used = used.to(transport.device)
-    transport.meet([used.numel()])
-    rows = transport.gather(used, [used.numel()] * transport.members.size)
+    records = transport.meet([used.numel()], along=used)
+    rows = transport.gather(used, [used.numel()] * transport.members.size, records)
     found = torch.stack([row.cpu() for row in rows]).amax(0).tolist()
     return {name for (name, _), any_used in zip(named, found, strict=True) if not any_used}
 
