@@ -107,7 +107,8 @@ class Abandoned:
 
 def on_an_operation_that_ends_late(tensors: int) -> tuple[list[str], bool]:
     """Rank 0 gives up a sum of gloo's, which writes its result when the call has long returned."""
-    xs = [normal(N, 10 * dist.get_rank() + i) for i in range(tensors)]
+    # More than comes along with a record, so that gloo is asked for the sum.
+    xs = [normal(20_000, 10 * dist.get_rank() + i) for i in range(tensors)]
     before, given_up = [x.clone() for x in xs], []
 
     def never_ending(_group: Any, tensor: torch.Tensor, *_: Any) -> Abandoned:
