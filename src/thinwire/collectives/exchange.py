@@ -66,7 +66,8 @@ class Exchange(ABC):
         group = process_group(options.group)
         # An error that is kept keeps this object by its traceback, but must not keep the
         # group: torch crashes when the interpreter ends before a group does.
-        self.name, self.options = name, replace(options, group=None)
+        self.name = name
+        self.options = options if options.group is None else replace(options, group=None)
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.device = _one_device(tensors)
         self.details: Details = ()

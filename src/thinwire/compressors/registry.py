@@ -1,5 +1,7 @@
 """All compressors by name. A new one is one more name in `COMPRESSORS.add`."""
 
+import functools
+
 from thinwire.compressors.arctopk import ARCTopK
 from thinwire.compressors.base import Compressor, LocalCompressor, not_local
 from thinwire.compressors.cast import Cast
@@ -47,9 +49,15 @@ def compressor_of(given: Compressor | str) -> Compressor:
     if isinstance(given, Compressor):
         return given
     if isinstance(given, str):
-        return parse(given)
+        return _parsed(given)
     what = f": {not_local(given)}" if isinstance(given, type) else f", got {type(given).__name__}"
     raise TypeError(f"expected a compressor or a spec such as 'topk:0.01'{what}")
+
+
+@functools.lru_cache(maxsize=128)
+def _parsed(spec: str) -> Compressor:
+    """Kept, as calls name the same few again and again: compressors are immutable."""
+    return parse(spec)
 
 
 def local_of(given: Compressor | str) -> LocalCompressor:

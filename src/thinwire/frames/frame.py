@@ -38,7 +38,7 @@ def pack_frame(payload: Payload) -> Tensor:
     pieces = [torch.frombuffer(bytearray(header), dtype=torch.uint8).to(payload.device)]
     pieces += [as_bytes(payload.sections[i]) for i in _order([s.dtype for s in payload.sections])]
     frame = torch.cat(pieces)
-    value = _checksum(frame).to_bytes(8, "little")
+    value = _checksum(header, frame).to_bytes(8, "little")
     frame[CHECKSUM] = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(frame.device)
     return frame
 
@@ -55,7 +55,8 @@ def unpack_frame(frame: Tensor, max_numel: int | None, max_bytes: int | None) ->
     if frame.data_ptr() % ALIGNMENT:
         frame = frame.clone()
     most = MAX_NUMEL if max_numel is None else max_numel
-    header = read_header(frame[:LONGEST_HEADER].cpu().numpy().tobytes(), most)
+    head = frame[:LONGEST_HEADER].cpu().numpy().tobytes()
+    header = read_header(head, most)
     extent = Extent(header.dtype, header.shape.numel())
     if not isinstance(header.code, NonFinite):
         header.code.check(extent)
@@ -65,7 +66,7 @@ def unpack_frame(frame: Tensor, max_numel: int | None, max_bytes: int | None) ->
     if plain and not header.code.verbatim:
         raise FrameError(f"{extent.numel} elements of {header.dtype} in a code for real numbers")
     layout = header.code.sections(extent)
-    _check_length(frame, header, layout)
+    _check_length(head, frame, header, layout)
     payload = Payload(
         header.code,
         header.dtype,
@@ -119,18 +120,19 @@ def _order(dtypes: list[torch.dtype]) -> list[int]:
     return sorted(range(len(dtypes)), key=lambda i: -dtypes[i].itemsize)
 
 
-def _check_length(frame: Tensor, header: Header, layout: list[Section]) -> None:
+def _check_length(head: bytes, frame: Tensor, header: Header, layout: list[Section]) -> None:
     expected = header.length + sum(section.num_bytes for section in layout)
     if frame.numel() != expected:
         raise FrameError(f"the frame has {frame.numel()} bytes, its header implies {expected}")
-    found = _checksum(frame)
+    found = _checksum(head, frame)
     if found != header.checksum:
         raise FrameError(f"the checksum is {found:#x}, the header says {header.checksum:#x}")
 
 
-def _checksum(frame: Tensor) -> int:
-    """Over all that stands after the checksum, plus the eight bytes before it as a number."""
-    before = int.from_bytes(frame[: CHECKSUM.start].cpu().numpy().tobytes(), "little")
+def _checksum(head: bytes, frame: Tensor) -> int:
+    """Over all that stands after the checksum, plus the eight bytes before it as a number; `head`
+    are the first bytes of the frame."""
+    before = int.from_bytes(head[: CHECKSUM.start], "little")
     after = int(kernels.on(frame.device).checksum(frame[CHECKSUM.stop :]))
     return (before + after) & 0xFFFFFFFFFFFFFFFF
 
