@@ -15,6 +15,7 @@ from thinwire.collectives.exchange import (
     describe_all,
     describe_key,
     describe_residuals,
+    storages,
 )
 from thinwire.collectives.flat import algorithm_for, collective_for
 from thinwire.collectives.handle import Handle
@@ -225,6 +226,9 @@ class AllReduce(Exchange):
     def kernel_uses(self) -> list[KernelUse]:
         used = [self._used_compressor, *(() if self._nodes is None else (self._nodes.inner,))]
         return uses_of(used, {tensor.dtype for tensor in self._tensors}, self.device)
+
+    def memory(self) -> set[int] | None:
+        return storages([*self._tensors, *self._residuals])
 
     def prepare(self) -> None:
         self._flat = FlatTensors(self._tensors, self._residuals, self._key, self.shapes)

@@ -1,8 +1,10 @@
 """One FIFO thread and one link for each (process, group): all exchanges of a group, in order.
 
 Ranks agree on the order of exchanges because each submits them in program order and one thread
-carries them out. The link is made with the first exchange. A channel ends with its process group,
-with the interpreter, or with the first exchange that loses a peer.
+carries them out. While one moves its data, a second thread prepares the next, if the two share no
+memory: so compressing a layer and sending the one before overlap. No more than one is prepared
+ahead. The link is made with the first exchange. A channel ends with its process group, with the
+interpreter, or with the first exchange that loses a peer.
 """
 
 import atexit
@@ -11,7 +13,9 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,6 +30,7 @@ from thinwire.collectives.options import Options
 from thinwire.collectives.watch import reap
 from thinwire.errors import PeerError, ThinwireError
 
+_NOTHING = object()
 IDLE_CHECK = 1.0  # seconds between two looks whether the process group still exists
 GRACE = 1.0  # seconds that exchanges get to end when their group or the interpreter does
 PATIENCE = 10.0  # seconds that threads then have to close their connections, on a busy machine
@@ -39,6 +44,10 @@ class Runnable(Protocol):
 
     def run(self, link: Link, limit: timedelta) -> None: ...
 
+    def prepare_early(self) -> None: ...
+
+    def may_prepare_beside(self, other: Any) -> bool: ...
+
 
 class Channel:
     """The thread and the link of one group; `submit` is all that others call."""
@@ -50,6 +59,10 @@ class Channel:
         self.logged: set[tuple[str, str]] = set()  # choices of collectives
         self._alive = alive
         self._exchanges: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None at the end
+        self._moving: Runnable | None = None  # what is under way, once it is prepared
+        self._next: deque[Any] = deque()  # at most one that was taken from the queue ahead of time
+        self._preparing: Future[None] | None = None  # the preparation of that
+        self._preparer: ThreadPoolExecutor | None = None
         self._link: Link | None = None
         self._end: float | None = None  # when to give up, once that is known
         self._lost: str | None = None
@@ -89,6 +102,7 @@ class Channel:
         self._check_thread(exchange.handle.what)
         self.count += 1
         self._exchanges.put(exchange)
+        self._prepare_next()
 
     def _check_thread(self, what: str) -> None:
         """Refuse an exchange beside one of another thread: on another rank it might come first."""
@@ -109,6 +123,45 @@ class Channel:
             "mixed up. Use a group in one thread at a time, or make one for each thread "
             "(torch.distributed.new_group)"
         )
+
+    def look_ahead(self, moving: Runnable) -> None:
+        """Called by the exchange that is under way when it is prepared: the next may be, too."""
+        with self._lock:
+            self._moving = moving
+            self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        """Have the next exchange prepared while one moves its data."""
+        if self._moving is None or self._next or self._end is not None:
+            return
+        try:
+            self._next.append(self._exchanges.get_nowait())
+        except queue.Empty:
+            return
+        (following,) = self._next
+        if following is None or not following.may_prepare_beside(self._moving):
+            return
+        if self._preparer is None:
+            name = f"{self.thread.name} preparer"
+            self._preparer = ThreadPoolExecutor(1, thread_name_prefix=name)
+        try:
+            self._preparing = self._preparer.submit(following.prepare_early)
+        except RuntimeError:  # the interpreter ends: it is prepared when its turn comes
+            return
+
+    def _take_next(self) -> Any:
+        """The next exchange, prepared if that has begun; None at the end.
+
+        Raises:
+            queue.Empty: there is none for some time.
+        """
+        with self._lock:
+            self._moving = None
+            preparing, self._preparing = self._preparing, None
+            item = self._next.popleft() if self._next else _NOTHING
+        if preparing is not None:
+            preparing.result()
+        return self._exchanges.get(timeout=IDLE_CHECK) if item is _NOTHING else item
 
     def close(self) -> None:
         """Let the thread end; what was submitted gets a moment to end before it."""
@@ -133,7 +186,7 @@ class Channel:
     def _run(self) -> None:
         while True:
             try:
-                item = self._exchanges.get(timeout=IDLE_CHECK)
+                item = self._take_next()
             except queue.Empty:
                 if self._alive():
                     self._tidy_up()
@@ -144,6 +197,8 @@ class Channel:
             self._carry_out(item)
             del item  # it holds tensors
         self._refuse_the_rest()
+        if self._preparer is not None:
+            self._preparer.shutdown()
         if self._link is not None:
             self._link.close(farewell=True)
 
@@ -159,10 +214,13 @@ class Channel:
         """What was submitted at the last moment must end, too."""
         with self._lock:
             self._end = time.monotonic()
+            late = [*self._next]
+            self._next.clear()
             while not self._exchanges.empty():
-                late = self._exchanges.get()
-                if late is not None:
-                    self._refuse(late)
+                late.append(self._exchanges.get())
+            for exchange in late:
+                if exchange is not None:
+                    self._refuse(exchange)
 
     def _refuse(self, exchange: Runnable) -> None:
         exchange.handle._end(PeerError("the process group has been destroyed"))

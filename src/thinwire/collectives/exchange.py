@@ -4,7 +4,7 @@ import contextlib
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -173,6 +173,7 @@ class Exchange(ABC):
                 self.enter(transport)
                 with transport.preparing():
                     self._prepare_once()
+                self.channel.look_ahead(self)
                 self.exchange(transport)
             except BaseException:
                 self.undo()
@@ -187,8 +188,24 @@ class Exchange(ABC):
                 transport.link.close()
             raise
 
+    def memory(self) -> set[int] | None:
+        """What tells apart the memory that its stages read and write; None if that is not known."""
+        return None
+
+    def may_prepare_beside(self, other: "Exchange") -> bool:
+        """Whether `prepare` may run while another exchange is under way.
+
+        Not if that could see what this one writes, or write what this one reads; not where a limit
+        counts the memory of one exchange; not on CUDA, where the two have one stream.
+        """
+        if self.options.max_bytes is not None or self.device.type == "cuda":
+            return False
+        mine, others = self.memory(), other.memory()
+        return mine is not None and others is not None and mine.isdisjoint(others)
+
     def prepare_early(self) -> None:
-        """`prepare` before the others have come; what it raises comes out when they have."""
+        """`prepare` before its turn, or before the others have come; what it raises comes out
+        then."""
         begin = time.perf_counter()
         try:
             with self._on_own_stream():
@@ -243,6 +260,12 @@ def _one_device(tensors: Sequence[Tensor]) -> torch.device:
         raise ValueError(f"all tensors of a call must be on one device, got {found}")
     (device,) = devices
     return device
+
+
+def storages(tensors: Iterable[Tensor | None]) -> set[int]:
+    """Where the memory of tensors begins."""
+    found = {each.untyped_storage().data_ptr() for each in tensors if each is not None}
+    return found - {0}
 
 
 # What ranks compare, in words.

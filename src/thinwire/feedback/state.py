@@ -184,7 +184,8 @@ class ScratchBuffers:
     """Memory that one exchange after the other works in, by name; it grows as needed.
 
     Fresh memory of some megabytes costs as much as several passes over it. Exchanges of a group run
-    one after the other, so those of one group can share their buffers.
+    one after the other, so those of one group can share their buffers; those next to each other
+    have different ones, as one is prepared while the other is under way.
     """
 
     def __init__(self) -> None:

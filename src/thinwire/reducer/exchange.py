@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.allreduce import AllReduce
-from thinwire.collectives.exchange import Details
+from thinwire.collectives.exchange import Details, storages
 from thinwire.collectives.options import Options
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor
@@ -124,9 +124,20 @@ class UnitExchange(AllReduce):
 
     # The stages.
 
+    def memory(self) -> set[int] | None:
+        found = super().memory()
+        if found is None or self._asks_for_unused:
+            return None  # what is prepared depends on the other ranks
+        found |= storages(piece for unit in self.units for piece in unit.pieces)
+        return found | {id(each.state) for each in self.updates if each.state is not None}
+
+    @property
+    def _asks_for_unused(self) -> bool:
+        return self._driver.skips_unused and "residual" in self._feedback.parts
+
     def enter(self, transport: Transport) -> None:
         self._driver.admit()
-        if self._driver.skips_unused and "residual" in self._feedback.parts:
+        if self._asks_for_unused:
             self.unused = _unused_everywhere(transport, self.units)
 
     def prepare(self) -> None:

@@ -84,6 +84,7 @@ class UnitReducer:
             self.decide(given)
         self.recalled: Recalled = {}  # the same on all ranks
         self._buffers = ScratchBuffers()
+        self._num_started = 0
         self._last_joint = LastExchange()
 
     def __repr__(self) -> str:
@@ -154,6 +155,9 @@ class UnitReducer:
         self, units: Sequence[Unit], feedback: Feedback, compressor: Compressor, driver: Driver
     ) -> list[UnitUpdate]:
         updates = []
+        # Of two buffers in turn: one exchange is prepared while the one before moves its data.
+        turn = self._num_started % 2
+        self._num_started += 1
         separate = driver.defers_commit or driver.skips_unused
         size = dist.get_world_size(self.options.group)
         for i, unit in enumerate(units):
@@ -163,9 +167,10 @@ class UnitReducer:
             if state is not None and feedback.dense_start:
                 state.exchange.wait_until_ended()  # whether it is fresh must not depend on speed
             first = state is None or state.fresh
-            flat = unit.flat(self._buffers, f"{i}")
+            name = f"{turn} {i}"
+            flat = unit.flat(self._buffers, name)
             whole = size == 1 or used.sends_all(flat.numel())
-            workspace = Workspace(self._buffers, f"{i}", first, separate, size, whole)
+            workspace = Workspace(self._buffers, name, first, separate, size, whole)
             vectors = {} if state is None else state.vectors
             updates.append(UnitUpdate(unit, flat, own.update(vectors, flat, workspace), state))
         return updates

@@ -1,0 +1,200 @@
+"""One exchange is prepared while the one before moves its data, and only where that is safe.
+
+Functions with a leading `on_` run on every rank, in the processes of ranks.py.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from tensors import normal, same
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from thinwire.collectives.allreduce import AllReduce
+from thinwire.collectives.channel import Channel
+
+N = 50_000
+LONG = 60.0  # seconds that something which must happen may take on a busy machine
+LIMIT = 600.0  # seconds for a call; ranks.py ends it long before
+
+
+class Watching:
+    """Counts preparations that run while another exchange is under way. The first of those does not
+    end before (or, where there must be none, waits for a moment)."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, seconds: float = LONG) -> None:
+        self.seen = 0
+        self._moving = False
+        self._prepared = threading.Event()
+        prepare, look_ahead, finish = AllReduce.prepare, Channel.look_ahead, AllReduce.finish
+
+        def counted(exchange: Any) -> None:
+            self.seen += self._moving
+            prepare(exchange)
+            if self._moving:
+                self._prepared.set()
+
+        def begin(channel: Any, exchange: Any) -> None:
+            self._moving = True
+            look_ahead(channel, exchange)
+
+        def end(exchange: Any) -> None:
+            self._prepared.wait(seconds)
+            self._prepared.set()
+            self._moving = False
+            finish(exchange)
+
+        patch.setattr(AllReduce, "prepare", counted)
+        patch.setattr(Channel, "look_ahead", begin)
+        patch.setattr(AllReduce, "finish", end)
+
+
+def on_two(seconds: float, calls: Callable[..., list[Any]]) -> int:
+    """How many of two exchanges were prepared while another was under way."""
+    tw.all_reduce(torch.ones(N), "quantize:4", timeout=LIMIT)  # connected
+    with pytest.MonkeyPatch.context() as patch:
+        watching = Watching(patch, seconds)
+        for handle in calls():
+            handle.wait()
+    return watching.seen
+
+
+def on_separate(seconds: float) -> int:
+    def calls() -> list[Any]:
+        xs = [normal(N, i) for i in range(2)]
+        return [tw.all_reduce(x, "quantize:4", async_op=True, timeout=LIMIT) for x in xs]
+
+    return on_two(seconds, calls)
+
+
+def on_shared(seconds: float, how: str) -> int:
+    def calls() -> list[Any]:
+        x, r = normal(2 * N), torch.zeros(N)
+        given: list[dict[str, Any]] = [{}, {}]
+        tensors = [normal(N, i) for i in range(2)]
+        if how == "tensor":
+            tensors = [x[:N], x[N:]]  # one storage: who knows what else lies there
+        elif how == "residual":
+            given = [{"residual": r}, {"residual": r}]
+        elif how == "limit":
+            given = [{"max_bytes": "1GB"}] * 2
+        return [
+            tw.all_reduce(x, "quantize:4", async_op=True, timeout=LIMIT, **more)
+            for x, more in zip(tensors, given, strict=True)
+        ]
+
+    return on_two(seconds, calls)
+
+
+def test_the_next_exchange_is_prepared_while_one_is_under_way():
+    assert ranks.run(on_separate, LONG, ranks=2) == [1, 1]
+
+
+@pytest.mark.parametrize("how", ["tensor", "residual", "limit"])
+def test_not_where_they_share_memory_or_a_limit_counts_it(how):
+    assert ranks.run(on_shared, 0.3, how, ranks=2) == [0, 0]
+
+
+def on_backward() -> int:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(100, 100) for _ in range(4))), bucket_cap_mb=0.05
+    )
+    tw.attach(model, "topk:0.1", min_numel=0, timeout=LIMIT)
+    x = torch.randn(4, 100)
+    for _ in range(2):
+        model(x).sum().backward()  # DDP forms its buckets anew
+    with pytest.MonkeyPatch.context() as patch:
+        watching = Watching(patch)
+        model(x).sum().backward()
+    return watching.seen
+
+
+def test_buckets_are_compressed_while_those_before_are_sent():
+    for seen in ranks.run(on_backward, ranks=2):
+        assert seen >= 1
+
+
+SPECS = ["quantize:4", "topk:0.05", "onebit", "powersgd:2", "none", "topk:0.1|quantize:4"]
+
+
+def on_a_queue(seed: int) -> list[torch.Tensor]:
+    """Many exchanges at once, some of the same tensors and residuals, in one order everywhere."""
+    me, choose = dist.get_rank(), torch.Generator().manual_seed(seed)
+    tensors = [normal(3000, 10 * me + i).view(60, 50) for i in range(4)]
+    residuals = [torch.zeros(60, 50) for _ in range(4)]
+    handles = []
+    for _ in range(24):
+        i, spec = (int(torch.randint(n, (), generator=choose)) for n in (4, len(SPECS)))
+        residual = None if SPECS[spec] == "none" else residuals[i]
+        handles.append(
+            tw.all_reduce(
+                tensors[i],
+                SPECS[spec],
+                residual=residual,
+                op="avg",
+                async_op=True,
+                timeout=LIMIT,
+                key=tw.Key(step=len(handles)),
+            )
+        )
+    for handle in handles:
+        handle.wait()
+    return [*tensors, *residuals]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_full_queue_comes_to_the_same_bits_as_one_after_the_other(seed):
+    overlapped = ranks.run(on_a_queue, seed, ranks=2)
+    with_waits = ranks.run(on_one_by_one, seed, ranks=2)
+    for a, b in zip(overlapped, with_waits, strict=True):
+        assert all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def on_one_by_one(seed: int) -> list[torch.Tensor]:
+    start = AllReduce.start
+
+    def waiting(self: Any, async_op: bool = False) -> Any:
+        return start(self, False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AllReduce, "start", waiting)
+        return on_a_queue(seed)
+
+
+def on_an_error() -> tuple[list[str], bool, bool]:
+    """The second of three cannot be prepared on one rank: all learn of it, the others succeed."""
+    me = dist.get_rank()
+    tensors = [normal(N, me + i) for i in range(3)]
+    before = tensors[1].clone()
+    prepare = AllReduce.prepare
+
+    def failing(exchange: Any) -> None:
+        if me == 1 and any(t is tensors[1] for t in exchange._tensors):
+            raise MemoryError("no memory for this one")
+        prepare(exchange)
+
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AllReduce, "prepare", failing)
+        handles = [tw.all_reduce(x, "quantize:4", async_op=True, timeout=LIMIT) for x in tensors]
+        for handle in handles:
+            handle.wait_until_ended()
+            errors.append(str(handle.exception() or ""))
+    usable = torch.ones(10)
+    tw.all_reduce(usable, "none", timeout=LIMIT)
+    return errors, same(tensors[1], before), bool((usable == dist.get_world_size()).all())
+
+
+def test_what_cannot_be_prepared_ahead_of_time_fails_alone():
+    for errors, untouched, usable in ranks.run(on_an_error, ranks=2):
+        assert [bool(error) for error in errors] == [False, True, False]
+        assert "no memory for this one" in errors[1]
+        assert untouched
+        assert usable
