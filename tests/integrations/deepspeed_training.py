@@ -42,8 +42,6 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Embedding(50, 32, sparse=kind == "sparse")
         self.hidden = nn.Linear(32, 64)
-        # Its gradient does not lie in memory row by row.
-        self.hidden.weight = nn.Parameter(self.hidden.weight.detach().t().contiguous().t())
         self.experts = None
         if kind == "experts":
             self.experts = MoE(64, nn.Linear(64, 64), num_experts=2, use_rts=False)
@@ -78,7 +76,10 @@ def started(config: dict, kind: str = "", optimizer=None):
     given = {} if optimizer is None else {"optimizer": optimizer(net)}
     config = {key: value for key, value in config.items() if not given or key != "optimizer"}
     parameters = list(net.parameters())
-    return deepspeed.initialize(model=net, model_parameters=parameters, config=config, **given)[0]
+    made = deepspeed.initialize(model=net, model_parameters=parameters, config=config, **given)
+    if kind == "by columns":  # DeepSpeed wants rows here, but only here
+        net.hidden.weight.data = net.hidden.weight.data.t().contiguous().t()
+    return made[0]
 
 
 def step(engine, tokens, targets) -> float:
@@ -120,6 +121,7 @@ CONFIGS = {
     "summed": {"gradient_allreduce_op": "sum"},
     "sparse": {},
     "experts": {},
+    "by columns": {},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 4.0}},
     "bf16": {"bf16": {"enabled": True}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
