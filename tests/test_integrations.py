@@ -39,7 +39,7 @@ def test_what_is_no_frame_is_a_frame_error(wrong):
         tw.numpy.decode(wrong)
 
 
-@pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
+@pytest.mark.parametrize("name", ["accelerate", "deepspeed", "lightning", "transformers"])
 def test_a_missing_framework_is_told_with_the_pip_line(name):
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed")

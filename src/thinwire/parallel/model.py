@@ -41,8 +41,8 @@ FRAMEWORKS = {  # by the package of a class: where its DDP model will be
     ),
     "accelerate": "Accelerate's is what `accelerator.prepare(model)` returns",
     "deepspeed": (
-        "DeepSpeed has none, as it exchanges gradients by itself: wrap `engine.module` in DDP and "
-        "train it without the engine"
+        "DeepSpeed has none, as it exchanges gradients by itself: use "
+        "`tw.deepspeed.attach(engine, ...)`"
     ),
 }
 PACKAGES = {  # under which else they are installed

@@ -160,7 +160,7 @@ class Reducer(AveragingWire):
             raise ValueError("this reducer is detached: make a new one and load its state_dict()")
         return self._average(tensors, together=together, async_op=async_op)
 
-    def _expected(self) -> None:
+    def _expected(self) -> Mapping[str, Tensor] | None:
         return None  # a call has any names
 
     def stateful(self, path: Any = None) -> "Checkpoint":
