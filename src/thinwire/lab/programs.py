@@ -37,7 +37,6 @@ OnLine = Callable[[int, str, str], object]  # host, "stdout" or "stderr", the li
 _ENTER = Path(__file__).with_name("enter.py")
 _GRACE_SECONDS = 3.0  # between asking a program to terminate and killing it
 _LAST_LINES = 15
-_HOLDER = -1  # stands before the hosts
 _LOOK_SECONDS = 0.05  # where the system cannot tell us that a process has ended, we look so often
 
 
@@ -229,7 +228,7 @@ class Host:
 class Cluster(ABC):
     """Hosts on which programs are run: `Lab` and `Loopback`. Open while its block lasts."""
 
-    _holder_pid: int | None = None  # the process without which a lab's hosts have no network
+    _needed: Mapping[int, str] = {}  # processes without which a lab's hosts have no network
     _closing: ExitStack | None = None  # None: not open
 
     @abstractmethod
@@ -304,7 +303,7 @@ class Cluster(ABC):
                         stderr=subprocess.PIPE,
                     )
                 )
-            run = Run(processes, self._holder_pid, on_line)
+            run = Run(processes, self._needed, on_line)
         except BaseException:
             end(processes)
             raise
@@ -347,7 +346,9 @@ class _Stream:
 class Run:
     """Programs under way, one a host, in the order of the hosts. `finish` leaves none running."""
 
-    def __init__(self, processes: list[Popen], holder: int | None, on_line: OnLine | None) -> None:
+    def __init__(
+        self, processes: list[Popen], needed: Mapping[int, str], on_line: OnLine | None
+    ) -> None:
         self._processes = processes
         self._codes: dict[int, int] = {}  # in the order in which they ended
         self._streams = [_streams(host, process, on_line) for host, process in enumerate(processes)]
@@ -355,11 +356,11 @@ class Run:
         self._watches: list[int] = []
         self._told_of_ends = hasattr(os, "pidfd_open")  # by Linux
         if self._told_of_ends:
-            watched = {} if holder is None else {_HOLDER: holder}
-            watched |= {host: process.pid for host, process in enumerate(processes)}
-            for host, pid in watched.items():
-                self._watches.append(os.pidfd_open(pid))
-                self._selector.register(self._watches[-1], selectors.EVENT_READ, host)
+            whats: dict[int, int | str] = dict(needed)
+            whats |= {process.pid: host for host, process in enumerate(processes)}
+            for pid, what in whats.items():
+                self._watches.append(_watch(pid, what))
+                self._selector.register(self._watches[-1], selectors.EVENT_READ, what)
         for stream in self._all_streams():
             self._selector.register(stream.file, selectors.EVENT_READ, stream)
 
@@ -398,13 +399,13 @@ class Run:
                     if host not in self._codes and has_ended(process):
                         self._codes[host] = reap(process)
 
-    def _attend(self, file: int, what: "int | _Stream") -> None:
+    def _attend(self, file: int, what: "int | str | _Stream") -> None:
         if isinstance(what, _Stream):
             with contextlib.suppress(BlockingIOError):  # woken for nothing
                 if not what.read():
                     self._selector.unregister(file)
-        elif what == _HOLDER:
-            raise LabError("the process that holds the lab has ended: its hosts have no network")
+        elif isinstance(what, str):
+            raise _no_network(what)
         else:
             self._selector.unregister(file)
             self._codes[what] = reap(self._processes[what])
@@ -424,6 +425,19 @@ class Run:
             for file in (process.stdout, process.stderr):
                 assert file is not None
                 file.close()
+
+
+def _watch(pid: int, what: int | str) -> int:
+    """A file that can be read when the process has ended: of a host, or that the lab needs."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        assert isinstance(what, str)  # a program stays until we have seen it end
+        raise _no_network(what) from None
+
+
+def _no_network(what: str) -> LabError:
+    return LabError(f"{what} has ended: its hosts have no network")
 
 
 def _streams(host: int, process: Popen, on_line: OnLine | None) -> tuple[_Stream, _Stream]:
