@@ -100,6 +100,10 @@ class Distance:
         found: list[dict[str, int]] = self._ask({"do": "inter_counters"})
         return found
 
+    def lateness(self) -> dict[str, float]:
+        found: dict[str, float] = self._ask({"do": "lateness"})
+        return found
+
     def _shape(self, end: End, link: LinkSettings, verb: str) -> None:
         """Keep a host's rate on its way out, in pieces that the bucket need not cut."""
         with making("pieces of TCP of a limited size (gso_max_size)"):

@@ -83,6 +83,8 @@ def _do(network: Network, request: dict[str, Any]) -> object:
             return network.wiring.counters()
         case {"do": "inter_counters"}:
             return network.wiring.inter_counters()
+        case {"do": "lateness"}:
+            return network.wiring.lateness()
     raise AssertionError(f"unknown request {request}")
 
 

@@ -42,6 +42,18 @@ class Counters:
         return Counters(**{name: mine[name] - theirs[name] for name in mine})
 
 
+@dataclass(frozen=True)
+class Lateness:
+    """How much later than its links say a lab has delivered, because its machine was busy."""
+
+    mean_seconds: float
+    late_share: float  # of what was delivered, more than 5 ms late
+
+    def __str__(self) -> str:
+        mean = f"packets came {1e3 * self.mean_seconds:.2f} ms later than asked on average"
+        return f"{mean}, {self.late_share:.2%} of them more than 5 ms"
+
+
 class Lab(Cluster):
     """Hosts on this machine, each a network namespace with an own link to the switch of its rack.
 
@@ -92,6 +104,10 @@ class Lab(Cluster):
     ) -> None:
         self._shape = Shape(burst_bytes, queue_seconds, delay, jitter, loss)
         self._topology = lay_out(hosts, link, racks, inter, self._shape)
+        texts = [link] * hosts if isinstance(link, str) else link
+        # As they were asked for, of each host with all that holds for it; between racks.
+        self.links = [self._shape.text(text) for text in texts]
+        self.inter = inter
         self._seed = seed
         self._ports = itertools.count(_FIRST_PORT)
 
@@ -129,6 +145,12 @@ class Lab(Cluster):
         """
         assert self.hosts
         return [Counters(**values) for values in self._holder.ask({"do": "inter_counters"})]
+
+    def lateness(self) -> Lateness | None:
+        """How well the distances were kept since the lab began; None in a lab without distance."""
+        assert self.hosts
+        found = self._holder.ask({"do": "lateness"})
+        return None if found is None else Lateness(**found)
 
     def set_link(self, host: int, link: str) -> None:
         """Change a host's link, in both directions and at once.

@@ -144,6 +144,8 @@ class Wiring(Protocol):
 
     def inter_counters(self) -> list[dict[str, int]]: ...
 
+    def lateness(self) -> dict[str, float] | None: ...
+
 
 class Switches:
     """One switch per rack. Two are joined by one cable, more hang on a core by one each.
@@ -221,6 +223,9 @@ class Switches:
 
     def inter_counters(self) -> list[dict[str, int]]:
         return [uplink.counters() for uplink in self._uplinks]
+
+    def lateness(self) -> None:
+        """Nothing here has a time at which it is due."""
 
     def _enter(self, end: End, hardware: str) -> None:
         self._talk.fdb("add", ifindex=end.index, lladdr=hardware, flags=_NTF_MASTER, state=_STATIC)

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SLOWEST, FASTEST = 10 * UNITS["kbit"], 10 * UNITS["gbit"]
+# What a lab with distance was seen to reach on two busy cores, see docs/lab.md; with loss packets
+# are carried one by one.
+FASTEST_DISTANT, FASTEST_LOSSY = UNITS["gbit"], 200 * UNITS["mbit"]
 
 TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 LONGEST_SECONDS = 5.0
@@ -236,6 +239,7 @@ class Topology:
                 "this lab was made without loss and cannot get it: give the Lab one, if only of "
                 "1e-9"
             )
+        _check_limits([*self.links, link])
         return shape.with_room(link, max(self.round_trip_seconds, 2 * _way_out(link)))
 
     def distance(self, seed: int) -> DistanceSettings | None:
@@ -268,6 +272,17 @@ class Shape:
             parse_time(self.jitter, "jitter") if self.jitter is not None else 0.0,
             parse_loss(self.loss) if self.loss is not None else 0.0,
         )
+
+    def text(self, link: str) -> str:
+        """The link of a host with all that holds for it."""
+        own, words = parse_link(link), [link]
+        if own.delay_seconds is None and self.delay is not None:
+            words.append(f"delay={self.delay}")
+        if own.jitter_seconds is None and self.jitter is not None:
+            words.append(f"jitter={self.jitter}")
+        if own.loss is None and self.loss is not None:
+            words.append(f"loss={self.loss}")
+        return " ".join(words)
 
     def inter(self, text: str) -> LinkSettings:
         """A link between racks: its distance is what it says itself."""
@@ -340,7 +355,7 @@ def lay_out(
         racks,
         None if inter is None else shape.inter(inter),
     )
-    check_limits(topology)
+    _check_limits(topology.links)
     trip = topology.round_trip_seconds
     return replace(
         topology,
@@ -352,8 +367,17 @@ def lay_out(
     )
 
 
-def check_limits(topology: Topology) -> None:
-    """Refuse rates at which a lab with distance would be slower than it says."""
+def _check_limits(links: Sequence[LinkSettings]) -> None:
+    """Refuse rates that the process which carries packets over a distance was not seen to reach."""
+    if not any(link.is_distant for link in links):
+        return
+    most = FASTEST_LOSSY if any(link.loss for link in links) else FASTEST_DISTANT
+    if (fastest := max(link.rate_bits for link in links)) > most:
+        raise ValueError(
+            f"with delay, jitter or loss a rate must be at most {FASTEST_DISTANT // 10**6}mbit, "
+            f"with loss {FASTEST_LOSSY // 10**6}mbit, got {fastest / 10**6:g}mbit: one process "
+            "carries all packets of such a lab (see docs/lab.md)"
+        )
 
 
 def _way_out(link: LinkSettings) -> float:
