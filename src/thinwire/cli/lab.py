@@ -103,7 +103,7 @@ def _add_run(verbs: Commands) -> None:
         "--inter",
         metavar="LINK",
         help="rate between racks, in either direction, and after it delay=, jitter= and loss= of "
-        "what one rack sends another; they have none but these",
+        "what one rack sends another; default: none of the latter",
     )
     running = parser.add_argument_group("the run")
     running.add_argument(

@@ -28,7 +28,7 @@ _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4 = 1, 2
 # All hosts have it: nobody asks for it (NOARP), the forwarder goes by the address of the receiver.
 _HARDWARE = "02:00:0a:4d:ff:01"
-_PIECES = 5000  # that may wait for the forwarder while others have the processors
+_MOST_WAITING = 5000  # for the forwarder, while others have the processors
 _BUFFERS = ("tcp_rmem", "tcp_wmem")
 # What is under way, as much again in a queue, and the kernel's own for each byte of either.
 _BUFFER_BYTES_PER_WINDOW_BYTE = 8
@@ -55,7 +55,7 @@ class Distance:
             setns(self._namespace, CLONE_NEWNET)
         with making("an interface"):
             (index,) = room.talk.link_lookup(ifname=INTERFACE)
-            room.talk.link("set", index=index, address=_HARDWARE, txqlen=_PIECES)
+            room.talk.link("set", index=index, address=_HARDWARE, txqlen=_MOST_WAITING)
             room.talk.link("set", index=index, flags=IFF_NOARP, change=IFF_NOARP)
             end = End(room.talk, index)
         self._shape(end, station.link, "add")
@@ -105,8 +105,8 @@ class Distance:
         return found
 
     def _shape(self, end: End, link: LinkSettings, verb: str) -> None:
-        """Keep a host's rate on its way out, in pieces that the bucket need not cut."""
-        with making("pieces of TCP of a limited size (gso_max_size)"):
+        """Keep a host's rate on its way out; TCP writes no more at once than the bucket passes."""
+        with making("an interface with a limit to what TCP writes at once (gso_max_size)"):
             end.talk.link("set", index=end.index, gso_max_size=min(link.burst_bytes, 2**16))
         end.shape(link, verb)
 

@@ -37,9 +37,10 @@ from thinwire.lab.topology import NETWORK, LinkSettings
 
 NOTE_BYTES = 10  # struct virtio_net_hdr: how to cut the packet and where its checksum goes
 _LONGEST = NOTE_BYTES + 14 + 2**16
-_ETHERNET, _IPV4 = NOTE_BYTES, NOTE_BYTES + 14  # where these headers begin
+_IPV4 = NOTE_BYTES + 14  # where its header begins
 _TO = slice(_IPV4 + 16, _IPV4 + 20)  # the address of the receiver
 LATE_SECONDS = 0.005  # from here on, `Lateness` counts a packet as late
+_MULTICAST = bytes([224])  # addresses from here on are of many or of all
 _AT_ONCE = 32  # packets read from one host before others have their turn
 
 
@@ -49,6 +50,14 @@ def losses_of(seed: int, link: str) -> random.Random:
     Links are "host 0" and so on, and "rack 0" and so on.
     """
     return random.Random(f"{seed} {link} loss")
+
+
+def jitters_of(seed: int, link: str) -> random.Random:
+    """What decides how long packets take: of the n-th that is not lost, the n-th `random()`.
+
+    So much of the jitter is added to the delay.
+    """
+    return random.Random(f"{seed} {link} jitter")
 
 
 class Hop:
@@ -65,16 +74,17 @@ class Hop:
         self, link: LinkSettings, *, shaped: bool, distant: bool, seed: int = 0, name: str = ""
     ) -> None:
         self._shaped, self._distant = shaped, distant
-        self._losses, self._jitters = losses_of(seed, name), random.Random(f"{seed} {name} jitter")
+        self._losses, self._jitters = losses_of(seed, name), jitters_of(seed, name)
         self._free = self._arrival = 0.0
-        self.num_bytes = self.num_packets = self.dropped_packets = 0
+        self.sent_bytes = self.sent_packets = 0
+        self.arrived_bytes = self.arrived_packets = self.dropped_packets = 0
         self.set(link)
 
     def set(self, link: LinkSettings) -> None:
         """From now on, be a part of such a link."""
         self._byte_seconds = 8 / link.rate_bits if self._shaped else 0.0
         self._burst_seconds = link.burst_bytes * self._byte_seconds
-        self._queue_seconds = link.queue_bytes * self._byte_seconds
+        self._queue_seconds = link.queue_bytes * self._byte_seconds if self._shaped else math.inf
         self._delay = link.delay_seconds if self._distant else 0.0
         self._jitter = link.jitter_seconds if self._distant else 0.0
         self._loss = link.loss if self._distant else 0.0
@@ -83,23 +93,22 @@ class Hop:
         """When what comes now is through; None if it is dropped. Nothing overtakes another."""
         # A token bucket by its time of emptiness: tokens of a pause are kept up to the burst.
         free = max(self._free, now - self._burst_seconds)
-        if self._shaped and free - now > self._queue_seconds:
+        if free - now > self._queue_seconds:
             self.dropped_packets += packets
             return None
         self._free = free = free + num_bytes * self._byte_seconds
+        self.sent_bytes += num_bytes
+        self.sent_packets += packets
         if self._loss and self._losses.random() < self._loss:
             self.dropped_packets += packets
             return None
-        self.num_bytes += num_bytes
-        self.num_packets += packets
+        self.arrived_bytes += num_bytes
+        self.arrived_packets += packets
         through = max(free, now) + self._delay
         if self._jitter:
             through += self._jitter * self._jitters.random()
         self._arrival = max(through, self._arrival)
         return self._arrival
-
-    def counts(self) -> tuple[int, int, int]:
-        return self.num_bytes, self.num_packets, self.dropped_packets
 
 
 Way = tuple[Hop, ...]
@@ -163,15 +172,15 @@ class Fabric:
 
 def _counters(out: Hop, into: Hop) -> dict[str, int]:
     return {
-        "sent_bytes": out.num_bytes,
-        "sent_packets": out.num_packets,
-        "received_bytes": into.num_bytes,
-        "received_packets": into.num_packets,
+        "sent_bytes": out.sent_bytes,
+        "sent_packets": out.sent_packets,
+        "received_bytes": into.arrived_bytes,
+        "received_packets": into.arrived_packets,
         "dropped_packets": out.dropped_packets + into.dropped_packets,
     }
 
 
-class Piece:
+class PacketBatch:
     """What was read at once, a packet or what the kernel will cut into several, on its way."""
 
     __slots__ = ("data", "num_bytes", "packets", "passed", "target", "way")
@@ -196,36 +205,36 @@ class Forwarder:
         self._number_of = {NETWORK[host + 1].packed: host for host in range(len(files))}
         self._ways: dict[tuple[int, int], Way] = {}
         # When each is due; the number keeps those of one time in order.
-        self._under_way: list[tuple[float, int, Piece]] = []
+        self._under_way: list[tuple[float, int, PacketBatch]] = []
         self._added = 0
         self._delivered, self._late, self._late_seconds = 0, 0, 0.0
 
     def lateness(self) -> dict[str, float]:
-        """How much later than asked pieces were delivered."""
+        """How much later than due batches were delivered."""
         number = max(1, self._delivered)
         return {"mean_seconds": self._late_seconds / number, "late_share": self._late / number}
 
     def deliver(self, now: float) -> float | None:
         """Move on all that is due; seconds until something is again, None if nothing is there."""
         while self._under_way:
-            due, _, piece = self._under_way[0]
+            due, _, batch = self._under_way[0]
             if due > now:
                 return due - now
             heapq.heappop(self._under_way)
-            if piece.passed < len(piece.way):
-                through = piece.way[piece.passed].take(due, piece.num_bytes, piece.packets)
-                piece.passed += 1
+            if batch.passed < len(batch.way):
+                through = batch.way[batch.passed].take(due, batch.num_bytes, batch.packets)
+                batch.passed += 1
                 if through is not None:
-                    self._add(through, piece)
+                    self._add(through, batch)
                 continue
             late = time.monotonic() - due
             self._delivered += 1
             self._late_seconds += late
             self._late += late > LATE_SECONDS
             try:
-                os.write(self._files[piece.target], piece.data)
+                os.write(self._files[batch.target], batch.data)
             except OSError:  # the host has turned its interface off: an unplugged cable
-                self.fabric.ins[piece.target].dropped_packets += piece.packets
+                self.fabric.ins[batch.target].dropped_packets += batch.packets
         return None
 
     def receive(self, file: int) -> None:
@@ -240,13 +249,16 @@ class Forwarder:
             due = self.fabric.outs[source].take(time.monotonic(), *size)
             if due is not None:
                 for target in self._targets(source, data):
-                    self._add(due, Piece(data, size, target, self._way(source, target)))
+                    self._add(due, PacketBatch(data, size, target, self._way(source, target)))
 
     def _targets(self, source: int, data: bytes) -> Iterable[int]:
-        if data[_ETHERNET] & 1:  # a broadcast
+        address = data[_TO]
+        target = self._number_of.get(address)
+        if target is not None:
+            return (target,)
+        if address[:1] >= _MULTICAST or address == NETWORK.broadcast_address.packed:
             return [host for host in range(len(self._files)) if host != source]
-        target = self._number_of.get(data[_TO])
-        return () if target is None else (target,)
+        return ()
 
     def _way(self, source: int, target: int) -> Way:
         way = self._ways.get((source, target))
@@ -254,9 +266,9 @@ class Forwarder:
             way = self._ways[source, target] = self.fabric.way(source, target)
         return way
 
-    def _add(self, due: float, piece: Piece) -> None:
+    def _add(self, due: float, batch: PacketBatch) -> None:
         self._added += 1
-        heapq.heappush(self._under_way, (due, self._added, piece))
+        heapq.heappush(self._under_way, (due, self._added, batch))
 
 
 def on_the_wire(packet: bytes) -> tuple[int, int]:

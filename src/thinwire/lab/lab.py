@@ -111,6 +111,16 @@ class Lab(Cluster):
         self._seed = seed
         self._ports = itertools.count(_FIRST_PORT)
 
+    @property
+    def is_distant(self) -> bool:
+        """Whether any link has delay, jitter or loss."""
+        return self._topology.is_distant
+
+    @property
+    def round_trip_seconds(self) -> float:
+        """The longest between two hosts, without what rates and queues add to it."""
+        return self._topology.round_trip_seconds
+
     def _open(self, closing: ExitStack) -> list[Host]:
         self._holder = Holder()
         closing.callback(self._holder.close)
