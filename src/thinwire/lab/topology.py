@@ -17,7 +17,7 @@ SLOWEST, FASTEST = 10 * UNITS["kbit"], 10 * UNITS["gbit"]
 # are carried one by one.
 FASTEST_DISTANT, FASTEST_LOSSY = UNITS["gbit"], 200 * UNITS["mbit"]
 
-TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+TIME_UNITS = {"us": 10**6, "ms": 10**3, "s": 1}  # in a second
 LONGEST_SECONDS = 5.0
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?) *([a-z]+)(?:/s)?", re.IGNORECASE)
@@ -71,7 +71,7 @@ def parse_time(time: str, what: str = "a time") -> float:
     if match is None or unit is None:
         units = ", ".join(TIME_UNITS)
         raise ValueError(f"{what} is a number and one of {units}, like '30ms', got {time!r}")
-    seconds = float(match[1]) * unit
+    seconds = float(match[1]) / unit
     if seconds > LONGEST_SECONDS:
         raise ValueError(f"{what} must be from 0 to {LONGEST_SECONDS:g}s, got {time!r}")
     return seconds
