@@ -7,8 +7,8 @@ Hosts in network namespaces, as far apart as --delay says (one way). At these di
 exchange costs what its messages that wait for each other cost, not its bytes, so every time is
 given in round trips between two hosts too. All candidates take turns in every round. Ranks agree on
 when to begin by the clock that all of them share here, and a time is that of the rank that ends
-last. Figures are medians over rounds; the first two are left out, in which connections are made and
-their windows are small.
+last. Figures are medians over rounds; the first two are left out, in which connections are made.
+Connections that were idle for a while send little at once again, as everywhere.
 """
 
 import argparse

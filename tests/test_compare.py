@@ -689,12 +689,14 @@ def test_a_lab_has_the_links_that_are_asked_for():
 
 
 def test_a_lab_has_the_distance_that_is_asked_for():
+    links = ("10mbit", "20mbit delay=9ms")
     settings = ComparisonSettings(
-        hosts=2, delay="15ms", jitter="1ms", loss=0.01, racks=2, inter="5mbit delay=2ms"
-    )
-    lab = cluster_of(settings, ["10mbit", "20mbit delay=9ms"], projected=False)
-    links = [station.link for station in lab._topology.stations]
-    assert [(link.delay_seconds, link.jitter_seconds, link.loss) for link in links] == [
+        hosts=2, links=links, delay="15ms", jitter="1ms", loss=0.01, racks=2,
+        inter="5mbit delay=2ms",
+    )  # fmt: skip
+    lab = cluster_of(settings, links, projected=False)
+    found = [station.link for station in lab._topology.stations]
+    assert [(link.delay_seconds, link.jitter_seconds, link.loss) for link in found] == [
         (0.015, 0.001, 0.01),
         (0.009, 0.001, 0.01),
     ]

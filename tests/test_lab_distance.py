@@ -585,5 +585,5 @@ dist.destroy_process_group()
 def test_gloo_takes_at_least_one_way_over_a_distance(distant):
     with Lab(hosts=2, delay="50ms") as lab:
         results = lab.run([sys.executable, "-c", ALL_REDUCE], env={"OMP_NUM_THREADS": "1"})
-        # Neither can have the other's half before a way of 50 ms; they begin within one of those.
+        # Who began first cannot have the other's part before 50 ms have passed.
         assert max(float(result.stdout) for result in results) >= 0.05
