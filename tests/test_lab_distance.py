@@ -117,8 +117,10 @@ def test_wrong_distances_are_refused(arguments, error, words):
 def test_a_queue_holds_what_the_longest_round_trip_has_under_way():
     links = ["100mbit delay=100ms", "100mbit delay=50ms", "100mbit"]
     topology = lay_out(3, links, 2, "100mbit delay=25ms jitter=5ms")
-    assert topology.round_trip_seconds == pytest.approx(0.1 + 0.05 + 2 * 0.03)
-    assert {link.queue_bytes for link in topology.links} == {round(100e6 / 8 * 0.21)}
+    assert topology.round_trip_seconds == pytest.approx(0.1 + 2 * 0.03)
+    assert {link.queue_bytes for link in topology.links} == {round(100e6 / 8 * 0.16)}
+    near = lay_out(3, links, 2, "100mbit delay=1ms")
+    assert near.round_trip_seconds == pytest.approx(0.1 + 0.05), "of two hosts in one rack"
     short = lay_out(3, links, 2, "100mbit", Shape(queue_seconds=0.02))
     assert {link.queue_bytes for link in short.links} == {250_000}, "what is asked for holds"
 

@@ -20,9 +20,10 @@ from typing import Any
 from pyroute2.netlink.rtnl.ifinfmsg import IFF_NOARP
 
 from thinwire.lab.enter import CLONE_NEWNET, setns
-from thinwire.lab.network import BuildError, End, Room, making
+from thinwire.lab.network import BuildError, End, HostNamespace, making
 from thinwire.lab.topology import INTERFACE, DistanceSettings, LinkSettings, Station
 
+_TUN = "/dev/net/tun"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4 = 1, 2
@@ -45,22 +46,22 @@ class Distance:
         self._ends: list[End] = []
         self._files: list[int] = []
 
-    def plug_in(self, station: Station, room: Room) -> None:
-        setns(room.file, CLONE_NEWNET)
+    def plug_in(self, station: Station, host: HostNamespace) -> None:
+        setns(host.file, CLONE_NEWNET)
         try:
-            with making("a TAP device (/dev/net/tun)"):
+            with making(f"a TAP device ({_TUN})"):
                 self._files.append(_tap(by_packet=self._settings.by_packet))
             _allow_windows(self._settings.window_bytes)
         finally:
             setns(self._namespace, CLONE_NEWNET)
         with making("an interface"):
-            (index,) = room.talk.link_lookup(ifname=INTERFACE)
-            room.talk.link("set", index=index, address=_HARDWARE, txqlen=_MOST_WAITING)
-            room.talk.link("set", index=index, flags=IFF_NOARP, change=IFF_NOARP)
-            end = End(room.talk, index)
+            (index,) = host.talk.link_lookup(ifname=INTERFACE)
+            host.talk.link("set", index=index, address=_HARDWARE, txqlen=_MOST_WAITING)
+            host.talk.link("set", index=index, flags=IFF_NOARP, change=IFF_NOARP)
+            end = End(host.talk, index)
         self._shape(end, station.link, "add")
         with making("an interface"):
-            room.settle(end, station.address)
+            host.settle(end, station.address)
         self._stations.append(station)
         self._ends.append(end)
 
@@ -125,7 +126,13 @@ class Distance:
 
 def _tap(by_packet: bool) -> int:
     """A new TAP device in this namespace, by its open file; it goes when that is closed."""
-    file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        file = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise BuildError(
+            f"delay, jitter and loss need {_TUN}, which this user may not open: run as root, or "
+            f"let everybody open it, as most systems do (chmod 666 {_TUN})"
+        ) from error
     try:
         flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
         fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), flags))

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from thinwire.errors import MissingExtraError
@@ -136,10 +137,11 @@ class Lab(Cluster):
             }
         )
         hosts = [self._plug_in(number) for number in range(len(self._topology.stations))]
-        self._needed = {self._holder.pid: "the process that holds the lab"}
+        self._needed = {self._holder.pid: partial(self._holder.ended, "process that holds the lab")}
         forwarder = self._holder.ask({"do": "connect"})
         if forwarder is not None:
-            self._needed[forwarder] = "the forwarder of the lab's packets"
+            ended = partial(self._holder.ended, "forwarder of the lab's packets")
+            self._needed[forwarder] = ended
         return hosts
 
     def counters(self) -> list[Counters]:
@@ -167,6 +169,7 @@ class Lab(Cluster):
 
         What the text does not say is as the arguments of the lab have it. A lab that was made
         without delay, jitter and loss cannot get them, nor can one that was made without loss.
+        TCP's buffers stay as large as the lab that was asked for needs them.
         """
         if host not in range(len(self.hosts)):
             raise ValueError(f"host must be from 0 to {len(self.hosts) - 1}, got {host!r}")
@@ -306,16 +309,19 @@ class Holder:
             self._process.stdout.close()
             self._complaints.close()
 
+    def ended(self, process: str, how: str = "") -> LabError:
+        """What to raise when this process or one that it has started has ended."""
+        size = os.fstat(self._complaints.fileno()).st_size
+        said = os.pread(self._complaints.fileno(), size, 0).decode(errors="replace").split("\n")
+        why = next((line for line in reversed(said) if line.strip()), "it said nothing")
+        return LabError(f"the {process} has ended{how}, so hosts have no network: {why}")
+
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            self._process.wait(_PATIENCE_SECONDS)
-            self._complaints.seek(0)
-            said = self._complaints.read().decode(errors="replace").split("\n")
-            why = next((line for line in reversed(said) if line.strip()), "it said nothing")
-            code = self._process.returncode
-            raise LabError(f"the process that holds the lab has ended with exit code {code}: {why}")
+            code = self._process.wait(_PATIENCE_SECONDS)
+            raise self.ended("process that holds the lab", f" with exit code {code}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise LabError(answer["error"])

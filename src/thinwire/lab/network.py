@@ -104,7 +104,7 @@ def making(what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Room:
+class HostNamespace:
     """The network namespace of a host."""
 
     file: int  # open: what keeps the namespace alive
@@ -131,7 +131,7 @@ class Room:
 class Wiring(Protocol):
     """What lies between the hosts of a lab."""
 
-    def plug_in(self, station: Station, room: Room) -> None: ...
+    def plug_in(self, station: Station, host: HostNamespace) -> None: ...
 
     def connect(self) -> int | None:
         """After all hosts were plugged in; the process that carries packets, if one does."""
@@ -177,22 +177,22 @@ class Switches:
             for uplink in self._uplinks:
                 talk.brport("set", index=uplink.near.index, neigh_suppress=1)
 
-    def plug_in(self, station: Station, room: Room) -> None:
+    def plug_in(self, station: Station, host: HostNamespace) -> None:
         """A cable from a host to the switch of its rack."""
         name = f"port{len(self._cables)}"
         with making("a veth pair"):
-            peer = {"ifname": INTERFACE, "net_ns_fd": room.file}
+            peer = {"ifname": INTERFACE, "net_ns_fd": host.file}
             self._talk.link("add", ifname=name, kind="veth", peer=peer)
             (switch_end,) = self._talk.link_lookup(ifname=name)
-            (host_end,) = room.talk.link_lookup(ifname=INTERFACE)
-        cable = Cable(End(room.talk, host_end), End(self._talk, switch_end))
+            (host_end,) = host.talk.link_lookup(ifname=INTERFACE)
+        cable = Cable(End(host.talk, host_end), End(self._talk, switch_end))
         cable.shape(station.link, "add")
         with making("an interface"):
-            room.send_packet_by_packet()
+            host.send_packet_by_packet()
             self._talk.link("set", index=switch_end, master=self._racks[station.rack])
             cable.far.bring_up()
-            room.settle(cable.near, station.address)
-            hardware = room.talk.get_links(host_end)[0].get_attr("IFLA_ADDRESS")
+            host.settle(cable.near, station.address)
+            hardware = host.talk.get_links(host_end)[0].get_attr("IFLA_ADDRESS")
         self._make_known(cable.far, station.rack, hardware, station.address)
         self._cables.append(cable)
 
@@ -267,23 +267,23 @@ class Network:
             self.namespace = _namespace()  # where switches are
         self.talk = IPRoute()
         self.wiring: Wiring  # is given, once and first
-        self._rooms: list[Room] = []
+        self._hosts: list[HostNamespace] = []
 
     def plug_in(self, station: Station) -> int:
         """A host, by the open file of its namespace."""
         with making("a network namespace"):
             unshare(CLONE_NEWNET)
             # These belong to where they are made.
-            room = Room(_namespace(), IPRoute(), IoctlEthtool())
+            host = HostNamespace(_namespace(), IPRoute(), IoctlEthtool())
             setns(self.namespace, CLONE_NEWNET)
-        self._rooms.append(room)
-        self.wiring.plug_in(station, room)
-        room.offload.close()
-        return room.file
+        self._hosts.append(host)
+        self.wiring.plug_in(station, host)
+        host.offload.close()
+        return host.file
 
     def namespaces(self) -> set[int]:
         """The numbers by which /proc knows our namespaces."""
-        files = [self.namespace, *(room.file for room in self._rooms)]
+        files = [self.namespace, *(host.file for host in self._hosts)]
         return {os.fstat(file).st_ino for file in files}
 
 

@@ -68,6 +68,9 @@ class LabError(ThinwireError):
     """A lab cannot be made here, or has broken down; the message says why."""
 
 
+Ended = Callable[[], LabError]
+
+
 class HostFailedError(LabError):
     """A program ended with an exit code other than 0, and the others were ended for it.
 
@@ -228,7 +231,8 @@ class Host:
 class Cluster(ABC):
     """Hosts on which programs are run: `Lab` and `Loopback`. Open while its block lasts."""
 
-    _needed: Mapping[int, str] = {}  # processes without which a lab's hosts have no network
+    # Processes without which a lab's hosts have no network, and what to raise when one has ended.
+    _needed: Mapping[int, Ended] = {}
     _closing: ExitStack | None = None  # None: not open
 
     @abstractmethod
@@ -347,7 +351,7 @@ class Run:
     """Programs under way, one a host, in the order of the hosts. `finish` leaves none running."""
 
     def __init__(
-        self, processes: list[Popen], needed: Mapping[int, str], on_line: OnLine | None
+        self, processes: list[Popen], needed: Mapping[int, Ended], on_line: OnLine | None
     ) -> None:
         self._processes = processes
         self._codes: dict[int, int] = {}  # in the order in which they ended
@@ -356,13 +360,19 @@ class Run:
         self._watches: list[int] = []
         self._told_of_ends = hasattr(os, "pidfd_open")  # by Linux
         if self._told_of_ends:
-            whats: dict[int, int | str] = dict(needed)
-            whats |= {process.pid: host for host, process in enumerate(processes)}
-            for pid, what in whats.items():
-                self._watches.append(_watch(pid, what))
-                self._selector.register(self._watches[-1], selectors.EVENT_READ, what)
+            for pid, ended in needed.items():
+                try:
+                    self._watch(os.pidfd_open(pid), ended)
+                except ProcessLookupError:
+                    raise ended() from None
+            for host, process in enumerate(processes):
+                self._watch(os.pidfd_open(process.pid), host)
         for stream in self._all_streams():
             self._selector.register(stream.file, selectors.EVENT_READ, stream)
+
+    def _watch(self, process: int, what: "int | Ended") -> None:
+        self._watches.append(process)
+        self._selector.register(process, selectors.EVENT_READ, what)
 
     def finish(self, timeout: float | None) -> list[Result]:
         try:
@@ -399,13 +409,13 @@ class Run:
                     if host not in self._codes and has_ended(process):
                         self._codes[host] = reap(process)
 
-    def _attend(self, file: int, what: "int | str | _Stream") -> None:
+    def _attend(self, file: int, what: "int | Ended | _Stream") -> None:
         if isinstance(what, _Stream):
             with contextlib.suppress(BlockingIOError):  # woken for nothing
                 if not what.read():
                     self._selector.unregister(file)
-        elif isinstance(what, str):
-            raise _no_network(what)
+        elif callable(what):
+            raise what()
         else:
             self._selector.unregister(file)
             self._codes[what] = reap(self._processes[what])
@@ -425,19 +435,6 @@ class Run:
             for file in (process.stdout, process.stderr):
                 assert file is not None
                 file.close()
-
-
-def _watch(pid: int, what: int | str) -> int:
-    """A file that can be read when the process has ended: of a host, or that the lab needs."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        assert isinstance(what, str)  # a program stays until we have seen it end
-        raise _no_network(what) from None
-
-
-def _no_network(what: str) -> LabError:
-    return LabError(f"{what} has ended: its hosts have no network")
 
 
 def _streams(host: int, process: Popen, on_line: OnLine | None) -> tuple[_Stream, _Stream]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from ipaddress import ip_network
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,14 +86,14 @@ def parse_loss(loss: float | str) -> float:
     """
     if isinstance(loss, bool) or not isinstance(loss, int | float | str):
         raise TypeError(f"loss is a share of packets, like 0.001 or '0.1%', got {loss!r}")
-    share = loss
     if isinstance(loss, str):
         match = _LOSS.fullmatch(loss.strip())
         share = float(match[1]) / (100 if match[2] else 1) if match else -1.0
-    assert not isinstance(share, str)
+    else:
+        share = float(loss)
     if not 0 <= share < 1:
         raise ValueError(f"loss must be a share in [0, 1), like 0.001 or '0.1%', got {loss!r}")
-    return float(share)
+    return share
 
 
 class LinkText(NamedTuple):
@@ -223,9 +224,12 @@ class Topology:
     @property
     def round_trip_seconds(self) -> float:
         """The longest between two hosts, without the rates."""
-        inter = 2 * _way_out(self.inter) if self.inter else 0.0
-        ends = sorted((_way_out(station.link) for station in self.stations), reverse=True)
-        return sum(ends[:2]) + inter
+        between = 2 * _way_out(self.inter) if self.inter else 0.0
+        trips = (
+            _way_out(one.link) + _way_out(other.link) + between * (one.rack != other.rack)
+            for one, other in combinations(self.stations, 2)
+        )
+        return max(trips, default=0.0)
 
     def changed(self, link: LinkSettings, shape: "Shape") -> LinkSettings:
         """A link that one of ours is to become; refused where that asks for another lab."""
