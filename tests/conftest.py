@@ -78,8 +78,8 @@ def pytest_collection_modifyitems(config, items):
     """
     several = {"Ranks", "ranks", "run", "torchrun"}
     without_kernels = {
-        *("test_cli_lab", "test_docs", "test_imports", "test_lab", "test_lab_racks"),
-        *("test_loopback", "test_report", "test_spec", "test_workloads"),
+        *("test_cli_lab", "test_docs", "test_imports", "test_lab", "test_lab_distance"),
+        *("test_lab_racks", "test_loopback", "test_report", "test_spec", "test_workloads"),
     }
 
     def place(item):

@@ -23,7 +23,7 @@ from test_lab import (
 )
 
 from thinwire.cli import main
-from thinwire.lab import Lab, clean
+from thinwire.lab import Lab, clean, why_not
 from thinwire.lab.cleaning import VARIABLE, Owner, owner_of, this_process
 
 COMMAND = (sys.executable, "-m", "thinwire", "lab")
@@ -69,6 +69,16 @@ WRONG = {
     "inter alone": ("--hosts 2 --inter 1mbit -- true", "racks must be 2 or more"),
     "inter": ("--hosts 2 --racks 2 --inter slow -- true", "a rate is a number"),
     "timeout": ("--hosts 2 --timeout 0 -- true", "--timeout must be more than 0"),
+    "delay": (
+        "--hosts 2 --delay 15 -- true",
+        "delay is a number and one of us, ms, s, like",
+    ),
+    "jitter": ("--hosts 2 --jitter much -- true", "jitter is a number and one of us, ms, s"),
+    "loss": (
+        "--hosts 2 --loss 1.5 -- true",
+        "loss must be a share in [0, 1), like 0.001",
+    ),
+    "far and fast": ("--hosts 2 --link 5gbit --delay 1ms -- true", "at most 1000mbit"),
 }
 
 
@@ -120,6 +130,23 @@ def test_lines_are_tagged_and_the_links_are_told(possible, capfd):
     ]
     assert re.fullmatch(r"\d+\.\d s", lines[9])
     assert len(lines) == 10
+
+
+def test_distance_is_told_with_the_links(capfd):
+    if reason := why_not(distance=True):
+        pytest.skip(f"no lab with distance can be made here: {reason}")
+    options = ("--delay", "5ms", "--jitter", "1ms", "--loss", "0.1%")
+    links = ("--link", "100mbit,20mbit delay=9ms", "--racks", "2", "--inter", "20mbit delay=30ms")
+    assert main(["lab", "run", *options, *links, "--", "true"]) == 0
+    told = [re.split(r"  +", line) for line in capfd.readouterr().err.splitlines()]
+    assert [row[:2] for row in told[1:5]] == [
+        ["host 0, rack 0", "100mbit delay=5ms jitter=1ms loss=0.1%"],
+        ["host 1, rack 1", "20mbit delay=9ms jitter=1ms loss=0.1%"],
+        ["uplink of rack 0", "20mbit delay=30ms"],
+        ["uplink of rack 1", "20mbit delay=30ms"],
+    ]
+    late = "packets came 0.00 ms later than asked on average, 0.00% of them more than 5 ms"
+    assert told[5] == [late]
 
 
 def test_options_of_the_program_are_its_own(possible, tmp_path, capfd):

@@ -1,5 +1,6 @@
 """`thinwire compare`: methods by name, what is computed from measurements, and real small runs."""
 
+import dataclasses
 import io
 import json
 import math
@@ -24,7 +25,13 @@ from rich.console import Console
 from thinwire.cli import main
 from thinwire.compare import analysis, counters
 from thinwire.compare.analysis import verdict_of
-from thinwire.compare.document import MethodResult, MetricPoint, Spread, SweepEntry
+from thinwire.compare.document import (
+    MethodResult,
+    MetricPoint,
+    Spread,
+    SweepEntry,
+    parse_document,
+)
 from thinwire.compare.method import (
     from_json,
     local_recipe,
@@ -46,7 +53,7 @@ from thinwire.compare.settings import (
 )
 from thinwire.compare.table import print_document
 from thinwire.compare.training import Training, shared_out
-from thinwire.lab import HostFailedError, Lab, Loopback, Result
+from thinwire.lab import HostFailedError, Lab, Loopback, Result, why_not
 from thinwire.report import read_document
 from thinwire.report.page import draw
 from thinwire.workloads import Workload, workload
@@ -488,6 +495,13 @@ def compared(**settings):
         (["--sweep", "fast"], "--sweep: a rate is a number"),
         (["--racks", "2", "--inter", "9mbit", "--sweep", "1mbit"], "--sweep is for"),
         (["--project", "--racks", "2", "--inter", "9mbit"], "--racks needs a lab"),
+        (["--delay", "15"], "delay is a number and one of us, ms, s, like '30ms', got '15'"),
+        (["--jitter", "much"], "jitter is a number"),
+        (["--loss", "2"], "--loss: loss must be a share in [0, 1), like 0.001 or '0.1%'"),
+        (["--delay", "1ms", "--link", "5gbit"], "at most 1000mbit"),
+        (["--delay", "1ms", "--sweep", "5gbit"], "at most 1000mbit"),
+        (["--project", "--delay", "1ms"], "--project: delay, jitter and loss need a lab"),
+        (["--project", "--racks", "2", "--inter", "9mbit delay=1ms"], "--project: delay, jitter"),
         (["--", "stray"], "unexpected 'stray'"),
     ],
 )
@@ -672,6 +686,64 @@ def test_a_lab_has_the_links_that_are_asked_for():
     assert rates == [10_000_000, 20_000_000] * 2
     assert (lab._topology.racks, lab._topology.inter.rate_bits) == (2, 5_000_000)
     assert isinstance(cluster_of(settings, ["10mbit"] * 4, projected=True), Loopback)
+
+
+def test_a_lab_has_the_distance_that_is_asked_for():
+    links = ("10mbit", "20mbit delay=9ms")
+    settings = ComparisonSettings(
+        hosts=2, links=links, delay="15ms", jitter="1ms", loss=0.01, racks=2,
+        inter="5mbit delay=2ms",
+    )  # fmt: skip
+    lab = cluster_of(settings, links, projected=False)
+    found = [station.link for station in lab._topology.stations]
+    assert [(link.delay_seconds, link.jitter_seconds, link.loss) for link in found] == [
+        (0.015, 0.001, 0.01),
+        (0.009, 0.001, 0.01),
+    ]
+    assert lab._topology.inter.delay_seconds == 0.002
+    far, near = Comparison(settings), Comparison(dataclasses.replace(settings, delay=None))
+    far.parameters = near.parameters = 1000
+    assert far._patience() > near._patience()
+
+
+def test_without_a_lab_distance_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("thinwire.compare.run.why_not", lambda distance: "no kernel")
+    assert main(["compare", "--delay", "1ms", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "cannot be projected from the bytes sent, and none can be made: no kernel" in told
+
+
+def test_distance_is_shown_wherever_links_are():
+    document = comparisons.rich(delay="15ms", jitter="2ms", loss=0.001)
+    words = "15ms of delay each way, up to 2ms of jitter, 0.1% loss"
+    out = io.StringIO()
+    print_document(document, Console(file=out, width=200))
+    assert words in out.getvalue()
+    assert words in verdict_of(document)
+    assert words in draw(document).html
+    settings = parse_document(json.loads(document.to_json())).settings
+    assert (settings.delay, settings.jitter, settings.loss) == ("15ms", "2ms", 0.001)
+
+
+@pytest.mark.slow
+def test_a_step_takes_at_least_one_way_over_a_distance(tmp_path):
+    if reason := why_not(distance=True):
+        pytest.skip(f"no lab with distance can be made here: {reason}")
+    command = ["compare", "--workload", SMALL, "--hosts", "2", "--delay", "50ms", "--steps", "3"]
+    command += ["--evaluations", "1", "--with", "onebit", "--no-torch-hooks"]
+    done = subprocess.run(
+        [sys.executable, "-m", "thinwire", *command, "--out", str(tmp_path)],
+        env=ENV, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = read_document(tmp_path / "data.json")
+    assert "later than asked on average" in " ".join(document.notes)
+    for method in document.methods:
+        (run,) = method.runs
+        assert run.step_seconds >= 0.05
+        # Payload by the kernel's counters, retransmissions included, against what was sent.
+        if run.bytes_reported is not None:
+            assert run.bytes_counted >= 0.95 * run.bytes_reported
 
 
 def test_times_are_projected_where_there_is_no_lab(forked):

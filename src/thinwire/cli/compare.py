@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.parsing import INTERRUPTED, Commands, complain, patient
+from thinwire.cli.parsing import INTERRUPTED, Commands, add_distance, complain, patient
 from thinwire.compare.settings import (
     BASELINE,
     EVALUATIONS,
@@ -33,7 +33,8 @@ what they bring.
 Every host is a process with a link of its own, in a network namespace of this
 machine. Where none can be made (no permission, no Linux) ranks talk over
 loopback, and times are projected for the link from the bytes sent; every table
-and picture says so.
+and picture says so. A delay is one way, of all that a host sends: with --delay
+15ms a round trip between any two hosts takes 30 ms. It cannot be projected.
 """
 _EPILOG = f"""\
 methods:
@@ -69,6 +70,7 @@ examples:
   thinwire compare --workload text --link 10mbit --with "sparseloco, diloco:20"
   thinwire compare --parallel fsdp --workload text --weights quantize:8
   thinwire compare --parallel hsdp --racks 2 --inter 20mbit --link 1gbit
+  thinwire compare --link 100mbit --delay 15ms --loss 0.1%
   thinwire compare --workload train.py --hosts 2 --link 50mbit -- --epochs 1
 
 Exit code: 0; 1 if a method that was asked for failed or diverged; 2 for wrong
@@ -131,10 +133,17 @@ def add(commands: Commands) -> None:
     where = parser.add_argument_group("on which network")
     where.add_argument("--hosts", metavar="N", type=int, help=f"default: {HOSTS}")
     link = where.add_mutually_exclusive_group()
-    link.add_argument("--link", metavar="RATE", help=f"of every host; default: {LINK}")
     link.add_argument(
-        "--links", metavar="FILE", type=Path, help="a file with a rate for each host, one per line"
+        "--link", metavar="RATE", help=f"of every host, in either direction; default: {LINK}"
     )
+    link.add_argument(
+        "--links",
+        metavar="FILE",
+        type=Path,
+        help="a file with a link for each host, one per line: its rate, and after it delay=, "
+        "jitter= and loss= where they differ from the following",
+    )
+    add_distance(where)
     where.add_argument(
         "--racks",
         metavar="N",
@@ -142,7 +151,12 @@ def add(commands: Commands) -> None:
         default=1,
         help="divide the hosts over N switches; default: 1",
     )
-    where.add_argument("--inter", metavar="RATE", help="of the links between racks")
+    where.add_argument(
+        "--inter",
+        metavar="LINK",
+        help="rate of the links between racks, and after it delay=, jitter= and loss= of what one "
+        "rack sends another",
+    )
     where.add_argument(
         "--sweep",
         metavar="RATES",
@@ -246,6 +260,9 @@ def _settings(arguments: argparse.Namespace) -> ComparisonSettings:
         weights=arguments.weights,
         hosts=hosts,
         links=links,
+        delay=arguments.delay,
+        jitter=arguments.jitter,
+        loss=_loss(arguments),
         racks=arguments.racks,
         inter=arguments.inter,
         sweep=_sweep(arguments, script),
@@ -285,7 +302,7 @@ def _check_workload(arguments: argparse.Namespace, script: bool) -> None:
 
 def _links(arguments: argparse.Namespace) -> tuple[int, tuple[str, ...]]:
     """How many hosts, and the rate of each one's link."""
-    from thinwire.lab import parse_rate, read_links
+    from thinwire.lab import parse_link, read_links
 
     hosts = arguments.hosts or HOSTS
     if arguments.links is not None:
@@ -310,10 +327,19 @@ def _links(arguments: argparse.Namespace) -> tuple[int, tuple[str, ...]]:
         )
     try:
         for rate in {*rates, *([arguments.inter] if arguments.inter else [])}:
-            parse_rate(rate)
+            parse_link(rate)
     except ValueError as error:
         raise ComparisonSettingError(str(error)) from None
     return hosts, tuple(rates)
+
+
+def _loss(arguments: argparse.Namespace) -> float | None:
+    from thinwire.lab import parse_loss
+
+    try:
+        return None if arguments.loss is None else parse_loss(arguments.loss)
+    except ValueError as error:
+        raise ComparisonSettingError(f"--loss: {error}") from None
 
 
 def _sweep(arguments: argparse.Namespace, script: bool) -> tuple[str, ...]:

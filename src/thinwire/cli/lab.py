@@ -6,12 +6,12 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.parsing import Commands, complain
+from thinwire.cli.parsing import Commands, add_distance, complain
 
 if TYPE_CHECKING:
     from thinwire.lab import Counters, Lab
@@ -34,7 +34,13 @@ _RUN_EPILOG = """\
 examples:
   thinwire lab run --hosts 4 --link 100mbit -- python train.py --epochs 1
   thinwire lab run --link 1gbit,1gbit,20mbit -- python train.py
+  thinwire lab run --hosts 4 --link 100mbit --delay 15ms -- python train.py
+  thinwire lab run --link "1gbit,1gbit,20mbit delay=40ms" -- python train.py
   thinwire lab run --hosts 4 --racks 2 --inter 20mbit -- python train.py
+  thinwire lab run --hosts 4 --racks 2 --inter "20mbit delay=15ms" -- ./run.sh
+
+A delay is one way, of all that a host sends: with --delay 15ms a round trip
+between any two hosts takes 30 ms.
 
 Exit code: 0; that of the first host that failed, or 128 + N if signal N ended
 it; 124 when time was up; 130 after Ctrl-C; 2 for wrong arguments and where no
@@ -82,16 +88,23 @@ def _add_run(verbs: Commands) -> None:
     rates = network.add_mutually_exclusive_group()
     rates.add_argument(
         "--link",
-        metavar="RATE[,RATE...]",
-        help="rate of all links in either direction, or one for each host; default: 100mbit",
+        metavar="LINK[,LINK...]",
+        help="rate of all links in either direction, or one for each host, and after it delay=, "
+        "jitter= and loss= where they differ from the following; default: 100mbit",
     )
     rates.add_argument(
-        "--links", metavar="FILE", type=Path, help="a file with a rate for each host, one per line"
+        "--links", metavar="FILE", type=Path, help="a file with a link for each host, one per line"
     )
+    add_distance(network)
     network.add_argument(
         "--racks", metavar="N", type=int, default=1, help="divide the hosts over N switches"
     )
-    network.add_argument("--inter", metavar="RATE", help="rate between racks, in either direction")
+    network.add_argument(
+        "--inter",
+        metavar="LINK",
+        help="rate between racks, in either direction, and after it delay=, jitter= and loss= of "
+        "what one rack sends another; default: none of the latter",
+    )
     running = parser.add_argument_group("the run")
     running.add_argument(
         "--timeout", metavar="SECONDS", type=float, help="end all when it takes longer"
@@ -113,14 +126,22 @@ def run(arguments: argparse.Namespace) -> int:
         links = _links(arguments)
         if arguments.timeout is not None and not arguments.timeout > 0:
             raise ValueError(f"--timeout must be more than 0 seconds, got {arguments.timeout:g}")
-        lab = Lab(len(links), links, racks=arguments.racks, inter=arguments.inter)
+        lab = Lab(
+            len(links),
+            links,
+            delay=arguments.delay,
+            jitter=arguments.jitter,
+            loss=arguments.loss,
+            racks=arguments.racks,
+            inter=arguments.inter,
+        )
     except ValueError as error:
         return complain("lab run", error)
     opened = False
     try:
         with lab:
             opened = True
-            with _told(lab, links, arguments):
+            with _told(lab, arguments):
                 lab.run(
                     command,
                     # Else Python keeps back what it prints into a pipe until it has 8 kB of it.
@@ -175,8 +196,8 @@ def _command(words: list[str]) -> list[str]:
 
 
 def _links(arguments: argparse.Namespace) -> list[str]:
-    """One rate for each host."""
-    from thinwire.lab import parse_rate, read_links
+    """One link for each host."""
+    from thinwire.lab import parse_link, read_links
 
     if arguments.links is not None:
         try:
@@ -187,7 +208,7 @@ def _links(arguments: argparse.Namespace) -> list[str]:
         rates = [rate.strip() for rate in (arguments.link or "100mbit").split(",")]
         option = "--link has"
         for rate in rates:
-            parse_rate(rate)
+            parse_link(rate)
     several = len(rates) > 1 or arguments.links is not None
     hosts: int | None = arguments.hosts
     if hosts is None:
@@ -218,7 +239,7 @@ def _line_writer(tags: bool) -> Callable[[int, str, str], None]:
 
 
 @contextmanager
-def _told(lab: "Lab", links: Sequence[str], arguments: argparse.Namespace) -> Iterator[None]:
+def _told(lab: "Lab", arguments: argparse.Namespace) -> Iterator[None]:
     """Tell at the end of the block, however it ends, what the links have carried in it."""
     from thinwire.lab import LabError
 
@@ -229,21 +250,21 @@ def _told(lab: "Lab", links: Sequence[str], arguments: argparse.Namespace) -> It
         seconds = time.monotonic() - began
         if not arguments.quiet:
             try:
-                rows = _rows(lab, links, arguments.inter)
+                lines = [*_table(_rows(lab)), *([str(late)] if (late := lab.lateness()) else [])]
             except LabError:  # broken down: the error under way says why
-                rows = []
-            for line in _table(rows):
+                lines = []
+            for line in lines:
                 print(line, file=sys.stderr)
             print(f"{seconds:.1f} s", file=sys.stderr)
 
 
-def _rows(lab: "Lab", links: Sequence[str], inter: str | None) -> list[tuple[str, ...]]:
+def _rows(lab: "Lab") -> list[tuple[str, ...]]:
     uplinks = lab.inter_counters()
     hosts = [
-        (f"host {host.number}" + (f", rack {host.rack}" if uplinks else ""), links[host.number])
-        for host in lab.hosts
+        (f"host {host.number}" + (f", rack {host.rack}" if uplinks else ""), link)
+        for host, link in zip(lab.hosts, lab.links, strict=True)
     ]
-    racks = [(f"uplink of rack {rack}", inter or "") for rack in range(len(uplinks))]
+    racks = [(f"uplink of rack {rack}", lab.inter or "") for rack in range(len(uplinks))]
     counted = [*lab.counters(), *uplinks]
     return [
         (*names, *_figures(counters))

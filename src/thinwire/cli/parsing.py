@@ -37,6 +37,24 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
+def add_distance(group: argparse._ArgumentGroup) -> None:
+    """The options of hosts that are far from each other."""
+    group.add_argument(
+        "--delay",
+        metavar="TIME",
+        help="how long what a host sends is on its way, one way, so that a round trip between two "
+        "hosts takes twice as long: 15ms; default: none",
+    )
+    group.add_argument(
+        "--jitter",
+        metavar="TIME",
+        help="how much longer a packet may take by chance, without overtaking others: 2ms",
+    )
+    group.add_argument(
+        "--loss", metavar="SHARE", help="of the packets that a host sends: 0.001 or 0.1%%"
+    )
+
+
 def complain(command: str, error: Exception) -> int:
     """Report a mistake of the user's, on one line; returns the exit code."""
     print(f"thinwire {command}: error: {one_line(error)}", file=sys.stderr)

@@ -23,10 +23,10 @@ from thinwire.compare.document import (
     TimeToTarget,
     TrainingRun,
 )
+from thinwire.compare.place import rate_of
 from thinwire.compare.rank import RankRecord
-from thinwire.compare.settings import PARALLELISMS
+from thinwire.compare.settings import PARALLELISMS, distance_in_words
 from thinwire.formatting import in_words, show_number, show_ratio, show_seconds
-from thinwire.lab import parse_rate
 from thinwire.machine import machine, versions
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _WORTH = 1.1  # times faster: less is noise
 def document_of(comparison: "Comparison", command: str, interrupted: bool) -> Document:
     """The document. `thinwire.report` draws it."""
     settings = comparison.settings
-    slowest = min(map(parse_rate, settings.links)) if comparison.projected else None
+    slowest = min(map(rate_of, settings.links)) if comparison.projected else None
     outcomes = list(comparison.outcomes.values())
     document = Document(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -57,6 +57,9 @@ def document_of(comparison: "Comparison", command: str, interrupted: bool) -> Do
             parameters=comparison.parameters,
             hosts=settings.hosts,
             links=list(settings.links),
+            delay=settings.delay,
+            jitter=settings.jitter,
+            loss=settings.loss,
             racks=settings.racks,
             inter=settings.inter,
             network="projected" if comparison.projected else "lab",
@@ -278,7 +281,7 @@ def _sweep(outcomes: list["Outcome"], document: Document) -> list[SweepEntry]:
             seconds = max(rank.step_seconds for rank in ranks)
             if document.projected:
                 sent = statistics.fmean(rank.bytes_per_step for rank in ranks)
-                seconds += 8 * FULL * sent / parse_rate(link)
+                seconds += 8 * FULL * sent / rate_of(link)
             found.setdefault(link, {})[outcome.method.name] = seconds
     same = set(document.settings.links)
     if found and len(same) == 1 and document.settings.racks == 1:
@@ -287,9 +290,7 @@ def _sweep(outcomes: list["Outcome"], document: Document) -> list[SweepEntry]:
             for method in document.methods
             if method.summary
         }
-    return [
-        SweepEntry(link=link, step_seconds=found[link]) for link in sorted(found, key=parse_rate)
-    ]
+    return [SweepEntry(link=link, step_seconds=found[link]) for link in sorted(found, key=rate_of)]
 
 
 # The verdict
@@ -385,6 +386,7 @@ def _plain(document: Document) -> str:
 def _where(document: Document) -> str:
     settings = document.settings
     text = f"{settings.hosts} hosts with links of {in_words(dict.fromkeys(settings.links))}"
+    text += distance_in_words(settings.delay, settings.jitter, settings.loss)
     if settings.inter:
         text += f" in {settings.racks} racks joined by {settings.inter}"
     return f"{text} (projected)" if document.projected else text

@@ -150,6 +150,9 @@ class DocumentSettings(DocumentPart):
     parameters: int | None = None
     hosts: int
     links: list[str]
+    delay: str | None = None
+    jitter: str | None = None
+    loss: float | None = None
     racks: int = 1
     inter: str | None = None
     network: Literal["lab", "projected"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from thinwire.compare.method import Method, read, uses_of_method
-from thinwire.compare.place import cluster_of
+from thinwire.compare.place import cluster_of, lab_of, rate_of
 from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, heard
 from thinwire.compare.settings import (
     BASELINE,
@@ -24,7 +24,7 @@ from thinwire.compare.settings import (
     ComparisonSettings,
 )
 from thinwire.formatting import show_bytes, show_seconds
-from thinwire.lab import Cluster, HostFailedError, Result, parse_rate, why_not
+from thinwire.lab import Cluster, HostFailedError, Lab, Result, why_not
 from thinwire.machine import busy
 
 if TYPE_CHECKING:
@@ -42,6 +42,10 @@ _GLOO = (
     "as over NCCL; 'none' sends those of a reduce-scatter"
 )
 _DENSE_STEPS = 8  # that a step may take as long as
+_ROUND_TRIPS_PER_HOST = 20  # of a dense step: ten buckets, each a ring there and back
+_NO_PROJECTION = (
+    "delay, jitter and loss need a lab: what they cost cannot be projected from the bytes sent"
+)
 
 
 @dataclass
@@ -75,6 +79,13 @@ class Comparison:
         _check_parallel(settings)
         self.settings = settings
         self.methods = _methods(settings)
+        try:
+            # None of these is opened: they say what is wrong before anything runs.
+            self._asked_lab = lab_of(settings, settings.links)
+            for link in settings.sweep:
+                lab_of(settings, [link] * settings.hosts)
+        except ValueError as error:
+            raise ComparisonSettingError(str(error)) from None
         self.notes: list[str] = []
         self.projected = settings.project
         # As they were asked for, baselines first.
@@ -96,6 +107,8 @@ class Comparison:
             with cluster_of(settings, settings.links, self.projected) as cluster:
                 jobs = [Job(method, seed) for seed in settings.seeds for method in order]
                 self._train(cluster, jobs)
+                if isinstance(cluster, Lab) and (late := cluster.lateness()):
+                    self.notes.append(str(late))
             for link in settings.sweep:
                 watcher.said(f"measuring the time per step at {link}")
                 with cluster_of(settings, [link] * settings.hosts, self.projected) as cluster:
@@ -127,7 +140,12 @@ class Comparison:
         settings = self.settings
         if note := busy():
             self.notes.append(note)
-        if not self.projected and (missing := why_not()):
+        distant = self._asked_lab.is_distant
+        if distant and self.projected:
+            raise ComparisonSettingError(f"--project: {_NO_PROJECTION}")
+        if not self.projected and (missing := why_not(distance=distant)):
+            if distant:
+                raise ComparisonSettingError(f"{_NO_PROJECTION}, and none can be made: {missing}")
             self.projected = True
             self.notes.append(f"no lab can be made here, so times are projected: {missing}")
         if settings.parallel == "fsdp":
@@ -191,7 +209,7 @@ class Comparison:
     def _start(self, cluster: Cluster, follower: "_Follower", *script: str) -> None:
         """Run the jobs of a follower on all hosts."""
         settings = self.settings
-        slowest = min(map(parse_rate, settings.links)) if self.projected else None
+        slowest = min(map(rate_of, settings.links)) if self.projected else None
         plan = RankPlan(
             jobs=tuple(follower.jobs),
             patience=self._patience(),
@@ -233,10 +251,10 @@ class Comparison:
             return settings.patience
         if settings.script is not None or self.parameters is None:
             return _SCRIPT_PATIENCE
-        slowest = min(
-            map(parse_rate, (*settings.links, *settings.sweep, settings.inter or "10gbit"))
-        )
-        return _LEAST_PATIENCE + _DENSE_STEPS * 2 * 32 * self.parameters / slowest
+        links = (*settings.links, *settings.sweep, settings.inter or "10gbit")
+        bulk = 2 * 32 * self.parameters / min(map(rate_of, links))
+        trips = _ROUND_TRIPS_PER_HOST * settings.hosts * self._asked_lab.round_trip_seconds
+        return _LEAST_PATIENCE + _DENSE_STEPS * (bulk + trips)
 
     def _fail(self, job: Job, why: str) -> None:
         self.outcomes[job.method.name].error = why

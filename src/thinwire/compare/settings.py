@@ -58,8 +58,9 @@ class ComparisonSettings:
         hosts: how many, with one process each.
         weights: with "fsdp", the compressor of the parameters that methods of ours gather; None
             for uncompressed.
-        links: the rate of each host's link.
-        racks, inter: how many switches, and the rate of the links between them.
+        links: the rate of each host's link, or more of it, see `thinwire.lab.parse_link`.
+        delay, jitter, loss: of what hosts send, see `thinwire.lab.Lab`; they need a lab.
+        racks, inter: how many switches, and the links between them.
         sweep: rates at which the seconds per step are measured too.
         steps: of one training; None for the workload's own number, or as many as `seconds` has room
             for.
@@ -80,6 +81,9 @@ class ComparisonSettings:
     weights: str | None = None
     hosts: int = HOSTS
     links: tuple[str, ...] = (LINK,) * HOSTS
+    delay: str | None = None
+    jitter: str | None = None
+    loss: float | None = None
     racks: int = 1
     inter: str | None = None
     sweep: tuple[str, ...] = ()
@@ -107,3 +111,17 @@ class ComparisonSettings:
     def names(self) -> tuple[str, ...]:
         """All methods, each once."""
         return tuple(dict.fromkeys((*self.baselines, *self.methods)))
+
+
+def distance_in_words(delay: str | None, jitter: str | None, loss: float | None) -> str:
+    """What is to be said after links, with a comma before it; nothing if there is no distance.
+
+    >>> distance_in_words("15ms", None, 0.001)
+    ', 15ms of delay each way, 0.1% loss'
+    """
+    parts = [
+        f"{delay} of delay each way" if delay else "",
+        f"up to {jitter} of jitter" if jitter else "",
+        f"{100 * loss:g}% loss" if loss else "",
+    ]
+    return "".join(f", {part}" for part in parts if part)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from thinwire.compare.settings import PARALLELISMS
+from thinwire.compare.settings import PARALLELISMS, distance_in_words
 from thinwire.formatting import (
     NOTHING,
     TableColumn,
@@ -25,6 +25,7 @@ def print_document(document: "Document", console: "Console") -> None:
 
     settings = document.settings
     links = " and ".join(dict.fromkeys(settings.links))
+    links += distance_in_words(settings.delay, settings.jitter, settings.loss)
     projected = ", times projected" if settings.network == "projected" else ""
     seeds = plural(len(settings.seeds), "seed")
     figures = (

@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from thinwire.lab.network import BuildError, Network
-from thinwire.lab.topology import LinkSettings, Station
+from thinwire.lab.distance import Distance
+from thinwire.lab.network import BuildError, Network, Switches
+from thinwire.lab.topology import DistanceSettings, LinkSettings, Station
 
 _LONGEST_SECONDS = 5.0  # of killing
 
@@ -60,22 +61,30 @@ def _serve(network: Network, watched: int) -> None:
 
 def _do(network: Network, request: dict[str, Any]) -> object:
     match request:
-        case {"do": "set_up", "racks": racks, "inter": inter}:
-            network.set_up(racks, inter and LinkSettings(**inter))
+        case {"do": "set_up", "racks": racks, "inter": inter, "distance": distance}:
+            inter = inter and LinkSettings(**inter)
+            network.wiring = (
+                Switches(network.talk, racks, inter)
+                if distance is None
+                else Distance(network.namespace, inter, DistanceSettings(**distance))
+            )
             return None
         case {"do": "plug_in", "address": address, "link": link, "rack": rack}:
-            network.plug_in(Station(address, LinkSettings(**link), rack))
-            return network.ports[-1].namespace
+            return network.plug_in(Station(address, LinkSettings(**link), rack))
+        case {"do": "connect"}:
+            return network.wiring.connect()
         case {"do": "set_link", "host": host, "link": link}:
-            network.ports[host].cable.shape(LinkSettings(**link), "change")
+            network.wiring.set_link(host, LinkSettings(**link))
             return None
         case {"do": "set_inter", "link": link}:
-            network.switches.set_inter(LinkSettings(**link))
+            network.wiring.set_inter(LinkSettings(**link))
             return None
         case {"do": "counters"}:
-            return [port.cable.counters() for port in network.ports]
+            return network.wiring.counters()
         case {"do": "inter_counters"}:
-            return [uplink.counters() for uplink in network.switches.uplinks]
+            return network.wiring.inter_counters()
+        case {"do": "lateness"}:
+            return network.wiring.lateness()
     raise AssertionError(f"unknown request {request}")
 
 

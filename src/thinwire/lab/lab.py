@@ -13,12 +13,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from thinwire.errors import MissingExtraError
 from thinwire.lab.cleaning import VARIABLE, this_process
 from thinwire.lab.programs import Cluster, Host, LabError, Starter
-from thinwire.lab.topology import INTERFACE, lay_out, link_of
+from thinwire.lab.topology import INTERFACE, Shape, lay_out
 
 _FIRST_PORT = 29500  # torchrun's
 _PATIENCE_SECONDS = 10.0
@@ -35,11 +36,23 @@ class Counters:
     sent_packets: int
     received_bytes: int
     received_packets: int
-    dropped_packets: int  # in both directions, because a queue was full
+    dropped_packets: int  # in both directions: the queue was full, or the link is to lose some
 
     def __sub__(self, earlier: "Counters") -> "Counters":
         mine, theirs = vars(self), vars(earlier)
         return Counters(**{name: mine[name] - theirs[name] for name in mine})
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """How much later than its links say a lab has delivered, because its machine was busy."""
+
+    mean_seconds: float
+    late_share: float  # of what was delivered, more than 5 ms late
+
+    def __str__(self) -> str:
+        mean = f"packets came {1e3 * self.mean_seconds:.2f} ms later than asked on average"
+        return f"{mean}, {self.late_share:.2%} of them more than 5 ms"
 
 
 class Lab(Cluster):
@@ -47,18 +60,29 @@ class Lab(Cluster):
 
     Args:
         hosts: how many.
-        link: the rate of each link in either direction, like "100mbit", or one for each host.
+        link: the rate of each link in either direction, like "100mbit", or one for each host. It
+            may say more, "100mbit delay=15ms jitter=2ms loss=0.1%", and then holds before the
+            following three.
+        delay: how long what a host sends is on its way, like "15ms", on top of what the rate makes
+            it take. One way: a round trip between two hosts takes the delay of both links, so 30 ms
+            if all have 15.
+        jitter: how much longer it may take, like "2ms": each packet as much of it as chance has it,
+            but none overtakes another.
+        loss: the share of packets sent that never arrive, like 0.001 or "0.1%".
         racks: over how many switches the hosts are divided, in order and evenly.
         inter: the rate of the link by which each rack's switch hangs on the rest, in either
             direction; required for two racks or more. Two racks share one link of that rate, more
-            have one each to a core. Traffic inside a rack never touches it.
+            have one each to a core. Traffic inside a rack never touches it. It may say more as a
+            link may, and has no delay, jitter or loss but those: they are added to what one rack
+            sends to another, once.
         burst_bytes: how much may pass a link at once after a pause; 1 ms worth, but at least five
             full packets, if None.
         queue_seconds: how long data may wait at a link before more is dropped; 0.05 s, but at
-            least 128 KiB, if None.
+            least 128 KiB and what the longest round trip of the lab has under way, if None.
+        seed: of jitter and losses: the n-th packet of a link fares the same in each lab.
 
     Example:
-        with Lab(hosts=4, link="100mbit") as lab:
+        with Lab(hosts=4, link="100mbit", delay="15ms") as lab:
             for result in lab.run([sys.executable, "train.py"], timeout=600):
                 print(result.host, result.stdout)
 
@@ -70,30 +94,55 @@ class Lab(Cluster):
         hosts: int,
         link: str | Sequence[str] = "100mbit",
         *,
+        delay: str | None = None,
+        jitter: str | None = None,
+        loss: float | str | None = None,
         racks: int = 1,
         inter: str | None = None,
         burst_bytes: int | None = None,
         queue_seconds: float | None = None,
+        seed: int = 0,
     ) -> None:
-        self._topology = lay_out(hosts, link, racks, inter, burst_bytes, queue_seconds)
-        self._settings = (burst_bytes, queue_seconds)
+        self._shape = Shape(burst_bytes, queue_seconds, delay, jitter, loss)
+        self._topology = lay_out(hosts, link, racks, inter, self._shape)
+        texts = [link] * hosts if isinstance(link, str) else link
+        # As they were asked for, of each host with all that holds for it; between racks.
+        self.links = [self._shape.text(text) for text in texts]
+        self.inter = inter
+        self._seed = seed
         self._ports = itertools.count(_FIRST_PORT)
+
+    @property
+    def is_distant(self) -> bool:
+        """Whether any link has delay, jitter or loss."""
+        return self._topology.is_distant
+
+    @property
+    def round_trip_seconds(self) -> float:
+        """The longest between two hosts, without what rates and queues add to it."""
+        return self._topology.round_trip_seconds
 
     def _open(self, closing: ExitStack) -> list[Host]:
         self._holder = Holder()
         closing.callback(self._holder.close)
-        self._holder_pid = self._holder.pid
         self._starter = Starter()
         closing.callback(self._starter.close)
-        inter = self._topology.inter
+        inter, distance = self._topology.inter, self._topology.distance(self._seed)
         self._holder.ask(
             {
                 "do": "set_up",
                 "racks": self._topology.racks,
-                "inter": None if inter is None else asdict(inter),
+                "inter": inter and asdict(inter),
+                "distance": distance and asdict(distance),
             }
         )
-        return [self._plug_in(number) for number in range(len(self._topology.stations))]
+        hosts = [self._plug_in(number) for number in range(len(self._topology.stations))]
+        self._needed = {self._holder.pid: partial(self._holder.ended, "process that holds the lab")}
+        forwarder = self._holder.ask({"do": "connect"})
+        if forwarder is not None:
+            ended = partial(self._holder.ended, "forwarder of the lab's packets")
+            self._needed[forwarder] = ended
+        return hosts
 
     def counters(self) -> list[Counters]:
         """What each host's link has carried since the lab began."""
@@ -109,20 +158,31 @@ class Lab(Cluster):
         assert self.hosts
         return [Counters(**values) for values in self._holder.ask({"do": "inter_counters"})]
 
-    def set_link(self, host: int, rate: str) -> None:
-        """Change the rate of a host's link, in both directions and at once."""
+    def lateness(self) -> Lateness | None:
+        """How well the distances were kept since the lab began; None in a lab without distance."""
+        assert self.hosts
+        found = self._holder.ask({"do": "lateness"})
+        return None if found is None else Lateness(**found)
+
+    def set_link(self, host: int, link: str) -> None:
+        """Change a host's link, in both directions and at once.
+
+        What the text does not say is as the arguments of the lab have it. A lab that was made
+        without delay, jitter and loss cannot get them, nor can one that was made without loss.
+        TCP's buffers stay as large as the lab that was asked for needs them.
+        """
         if host not in range(len(self.hosts)):
             raise ValueError(f"host must be from 0 to {len(self.hosts) - 1}, got {host!r}")
-        link = link_of(rate, *self._settings)
-        self._holder.ask({"do": "set_link", "host": host, "link": asdict(link)})
+        settings = self._topology.changed(self._shape.link(link), self._shape)
+        self._holder.ask({"do": "set_link", "host": host, "link": asdict(settings)})
 
-    def set_inter(self, rate: str) -> None:
-        """Change the rate between racks, of all their links, in both directions and at once."""
+    def set_inter(self, link: str) -> None:
+        """Change all links between racks, in both directions and at once; see `set_link`."""
         assert self.hosts
         if self._topology.inter is None:
-            raise ValueError(f"inter is the rate between racks, and this lab has one: {rate!r}")
-        link = link_of(rate, *self._settings)
-        self._holder.ask({"do": "set_inter", "link": asdict(link)})
+            raise ValueError(f"inter is the rate between racks, and this lab has one: {link!r}")
+        settings = self._topology.changed(self._shape.inter(link), self._shape)
+        self._holder.ask({"do": "set_inter", "link": asdict(settings)})
 
     def _plug_in(self, number: int) -> Host:
         station = self._topology.stations[number]
@@ -181,10 +241,14 @@ class Loopback(Cluster):
         return [{"RANK": rank, "LOCAL_RANK": rank, **common} for rank in ranks]
 
 
-def why_not() -> str | None:
-    """Why no lab can be made here, in a sentence, or None: found out by making one."""
+def why_not(*, distance: bool = False) -> str | None:
+    """Why no lab can be made here, in a sentence, or None: found out by making one.
+
+    Args:
+        distance: whether it is to have delay, jitter or loss, which takes more of the system.
+    """
     try:
-        with Lab(hosts=2, link="100mbit"):
+        with Lab(hosts=2, link="100mbit", delay="1ms" if distance else None):
             return None
     except (LabError, ImportError) as error:
         return str(error)
@@ -245,16 +309,19 @@ class Holder:
             self._process.stdout.close()
             self._complaints.close()
 
+    def ended(self, process: str, how: str = "") -> LabError:
+        """What to raise when this process or one that it has started has ended."""
+        size = os.fstat(self._complaints.fileno()).st_size
+        said = os.pread(self._complaints.fileno(), size, 0).decode(errors="replace").split("\n")
+        why = next((line for line in reversed(said) if line.strip()), "it said nothing")
+        return LabError(f"the {process} has ended{how}, so hosts have no network: {why}")
+
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            self._process.wait(_PATIENCE_SECONDS)
-            self._complaints.seek(0)
-            said = self._complaints.read().decode(errors="replace").split("\n")
-            why = next((line for line in reversed(said) if line.strip()), "it said nothing")
-            code = self._process.returncode
-            raise LabError(f"the process that holds the lab has ended with exit code {code}: {why}")
+            code = self._process.wait(_PATIENCE_SECONDS)
+            raise self.ended("process that holds the lab", f" with exit code {code}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise LabError(answer["error"])

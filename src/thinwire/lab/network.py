@@ -1,7 +1,8 @@
 """The network itself, asked of the kernel: cables, switches, and a namespace for each host.
 
 The switches are in one namespace, each host is in its own, and a shaped veth pair leads from one to
-the other. Runs in the process that holds the namespaces (`holder`), which must have one thread:
+the other; where links have distance, another process takes the place of switches and cables
+(`distance`). Runs in the process that holds the namespaces (`holder`), which must have one thread:
 entering a namespace changes the thread that asks.
 """
 
@@ -10,6 +11,7 @@ import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from pyroute2 import IPRoute, NetlinkError
 from pyroute2.ethtool.ioctl import EthtoolError, IoctlEthtool
@@ -43,6 +45,19 @@ class End:
             self.talk.link("set", index=self.index, IFLA_AF_SPEC=_NO_IPV6_ADDRESS)
         self.talk.link("set", index=self.index, state="up")
 
+    def shape(self, link: LinkSettings, verb: str) -> None:
+        """Limit what leaves this end."""
+        with making("a token bucket (tbf)"):
+            self.talk.tc(
+                verb,
+                kind="tbf",
+                index=self.index,
+                handle=_ROOT_HANDLE,
+                rate=link.rate_bits // 8,
+                burst=link.burst_bytes,
+                limit=link.queue_bytes,
+            )
+
     def dropped(self) -> int:
         (bucket,) = self.talk.get_qdiscs(index=self.index)
         return int(bucket.get_attr("TCA_STATS")["drop"])
@@ -57,17 +72,8 @@ class Cable:
 
     def shape(self, link: LinkSettings, verb: str) -> None:
         """Limit what leaves either end, so both directions, each on its own."""
-        with making("a token bucket (tbf)"):
-            for end in (self.near, self.far):
-                end.talk.tc(
-                    verb,
-                    kind="tbf",
-                    index=end.index,
-                    handle=_ROOT_HANDLE,
-                    rate=link.rate_bits // 8,
-                    burst=link.burst_bytes,
-                    limit=link.queue_bytes,
-                )
+        for end in (self.near, self.far):
+            end.shape(link, verb)
 
     def counters(self) -> dict[str, int]:
         (interface,) = self.near.talk.get_links(self.near.index)
@@ -97,6 +103,50 @@ def making(what: str) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True)
+class HostNamespace:
+    """The network namespace of a host."""
+
+    file: int  # open: what keeps the namespace alive
+    talk: IPRoute
+    offload: IoctlEthtool
+
+    def settle(self, end: End, address: str) -> None:
+        """Make an interface the one by which this host reaches the others."""
+        self.talk.addr("add", index=end.index, address=address, prefixlen=NETWORK.prefixlen)
+        end.bring_up()
+        _choose_cubic(self.talk, end.index, address)
+        self.talk.link("set", index=self.talk.link_lookup(ifname="lo")[0], state="up")
+
+    def send_packet_by_packet(self) -> None:
+        """Let packets leave as on a cable and be counted so, not 40 at once under one header."""
+        self.offload.change_ifname(INTERFACE)
+        features = self.offload.get_features()
+        for name in features.keys():  # noqa: SIM118, it is no dict
+            if name.startswith("tx-tcp") and name.endswith("segmentation"):
+                features[name] = False
+        self.offload.set_features(features)
+
+
+class Wiring(Protocol):
+    """What lies between the hosts of a lab."""
+
+    def plug_in(self, station: Station, host: HostNamespace) -> None: ...
+
+    def connect(self) -> int | None:
+        """After all hosts were plugged in; the process that carries packets, if one does."""
+
+    def set_link(self, host: int, link: LinkSettings) -> None: ...
+
+    def set_inter(self, link: LinkSettings) -> None: ...
+
+    def counters(self) -> list[dict[str, int]]: ...
+
+    def inter_counters(self) -> list[dict[str, int]]: ...
+
+    def lateness(self) -> dict[str, float] | None: ...
+
+
 class Switches:
     """One switch per rack. Two are joined by one cable, more hang on a core by one each.
 
@@ -107,45 +157,75 @@ class Switches:
 
     def __init__(self, talk: IPRoute, racks: int, inter: LinkSettings | None) -> None:
         self._talk = talk
+        self._cables: list[Cable] = []  # one per host, seen from it
         self._racks = [self._bridge(f"rack{rack}") for rack in range(racks)]
         self._core: int | None = None
-        self.uplinks: list[Cable] = []  # one per rack, seen from it
+        self._uplinks: list[Cable] = []  # one per rack, seen from it
         if inter is None:
             return
         if racks == 2:
             # One token bucket on the way, as the rate says, and not two in a row.
             cable = self._join("up0", self._racks[0], "up1", self._racks[1], inter)
-            self.uplinks = [cable, Cable(cable.far, cable.near)]
+            self._uplinks = [cable, Cable(cable.far, cable.near)]
         else:
             self._core = self._bridge("core")
-            self.uplinks = [
+            self._uplinks = [
                 self._join(f"up{rack}", bridge, f"core{rack}", self._core, inter)
                 for rack, bridge in enumerate(self._racks)
             ]
         with making("a switch that answers for others (neigh_suppress)"):
-            for uplink in self.uplinks:
+            for uplink in self._uplinks:
                 talk.brport("set", index=uplink.near.index, neigh_suppress=1)
 
-    def attach(self, end: End, rack: int) -> None:
-        """Plug a cable into a rack's switch."""
-        self._talk.link("set", index=end.index, master=self._racks[rack])
-        end.bring_up()
+    def plug_in(self, station: Station, host: HostNamespace) -> None:
+        """A cable from a host to the switch of its rack."""
+        name = f"port{len(self._cables)}"
+        with making("a veth pair"):
+            peer = {"ifname": INTERFACE, "net_ns_fd": host.file}
+            self._talk.link("add", ifname=name, kind="veth", peer=peer)
+            (switch_end,) = self._talk.link_lookup(ifname=name)
+            (host_end,) = host.talk.link_lookup(ifname=INTERFACE)
+        cable = Cable(End(host.talk, host_end), End(self._talk, switch_end))
+        cable.shape(station.link, "add")
+        with making("an interface"):
+            host.send_packet_by_packet()
+            self._talk.link("set", index=switch_end, master=self._racks[station.rack])
+            cable.far.bring_up()
+            host.settle(cable.near, station.address)
+            hardware = host.talk.get_links(host_end)[0].get_attr("IFLA_ADDRESS")
+        self._make_known(cable.far, station.rack, hardware, station.address)
+        self._cables.append(cable)
 
-    def make_known(self, end: End, rack: int, hardware: str, address: str) -> None:
+    def connect(self) -> None:
+        """Nothing is left to do."""
+
+    def _make_known(self, end: End, rack: int, hardware: str, address: str) -> None:
         """Tell all switches that this host is behind this end in this rack."""
         with making("an entry of a switch"):
             for other, bridge in enumerate(self._racks):
-                self._enter(end if other == rack else self.uplinks[other].near, hardware)
-                if self.uplinks:
+                self._enter(end if other == rack else self._uplinks[other].near, hardware)
+                if self._uplinks:
                     self._talk.neigh(
                         "add", ifindex=bridge, dst=address, lladdr=hardware, state=_PERMANENT
                     )
             if self._core is not None:
-                self._enter(self.uplinks[rack].far, hardware)
+                self._enter(self._uplinks[rack].far, hardware)
+
+    def set_link(self, host: int, link: LinkSettings) -> None:
+        self._cables[host].shape(link, "change")
 
     def set_inter(self, link: LinkSettings) -> None:
-        for uplink in self.uplinks:
+        for uplink in self._uplinks:
             uplink.shape(link, "change")
+
+    def counters(self) -> list[dict[str, int]]:
+        return [cable.counters() for cable in self._cables]
+
+    def inter_counters(self) -> list[dict[str, int]]:
+        return [uplink.counters() for uplink in self._uplinks]
+
+    def lateness(self) -> None:
+        """Nothing here has a time at which it is due."""
 
     def _enter(self, end: End, hardware: str) -> None:
         self._talk.fdb("add", ifindex=end.index, lladdr=hardware, flags=_NTF_MASTER, state=_STATIC)
@@ -178,56 +258,32 @@ class Switches:
         return cable
 
 
-@dataclass(frozen=True)
-class Port:
-    """Where a host is plugged in."""
-
-    namespace: int  # an open file: what keeps the namespace alive
-    cable: Cable  # to its switch
-
-
 class Network:
-    """Switches and what hangs on them. Ends, as all namespaces do, with its last process."""
+    """Hosts and what lies between them. Ends, as all namespaces do, with its last process."""
 
     def __init__(self) -> None:
         with making("a network namespace"):
             _leave_the_machines_network()
-            self._switch_namespace = _namespace()
-        self._switch = IPRoute()
-        self.ports: list[Port] = []
+            self.namespace = _namespace()  # where switches are
+        self.talk = IPRoute()
+        self.wiring: Wiring  # is given, once and first
+        self._hosts: list[HostNamespace] = []
 
-    def set_up(self, racks: int, inter: LinkSettings | None) -> None:
-        """Make the switches, once and first."""
-        self.switches = Switches(self._switch, racks, inter)
-
-    def plug_in(self, station: Station) -> None:
+    def plug_in(self, station: Station) -> int:
+        """A host, by the open file of its namespace."""
         with making("a network namespace"):
             unshare(CLONE_NEWNET)
-            namespace = _namespace()
-            inside, offload = IPRoute(), IoctlEthtool()  # belong to where they are made
-            setns(self._switch_namespace, CLONE_NEWNET)
-        name = f"port{len(self.ports)}"
-        with making("a veth pair"):
-            peer = {"ifname": INTERFACE, "net_ns_fd": namespace}
-            self._switch.link("add", ifname=name, kind="veth", peer=peer)
-            (switch_end,) = self._switch.link_lookup(ifname=name)
-            (host_end,) = inside.link_lookup(ifname=INTERFACE)
-        cable = Cable(End(inside, host_end), End(self._switch, switch_end))
-        cable.shape(station.link, "add")
-        with making("an interface"):
-            _send_packet_by_packet(offload)
-            inside.addr("add", index=host_end, address=station.address, prefixlen=NETWORK.prefixlen)
-            self.switches.attach(cable.far, station.rack)
-            cable.near.bring_up()
-            _choose_cubic(inside, host_end, station.address)
-            inside.link("set", index=inside.link_lookup(ifname="lo")[0], state="up")
-            hardware = inside.get_links(host_end)[0].get_attr("IFLA_ADDRESS")
-        self.switches.make_known(cable.far, station.rack, hardware, station.address)
-        self.ports.append(Port(namespace, cable))
+            # These belong to where they are made.
+            host = HostNamespace(_namespace(), IPRoute(), IoctlEthtool())
+            setns(self.namespace, CLONE_NEWNET)
+        self._hosts.append(host)
+        self.wiring.plug_in(station, host)
+        host.offload.close()
+        return host.file
 
     def namespaces(self) -> set[int]:
         """The numbers by which /proc knows our namespaces."""
-        files = [self._switch_namespace, *(port.namespace for port in self.ports)]
+        files = [self.namespace, *(host.file for host in self._hosts)]
         return {os.fstat(file).st_ino for file in files}
 
 
@@ -250,17 +306,6 @@ def _leave_the_machines_network() -> None:
 
 def _namespace() -> int:
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _send_packet_by_packet(offload: IoctlEthtool) -> None:
-    """Let packets leave as on a cable and be counted so, not 40 at once under one header."""
-    offload.change_ifname(INTERFACE)
-    features = offload.get_features()
-    for name in features.keys():  # noqa: SIM118, it is no dict
-        if name.startswith("tx-tcp") and name.endswith("segmentation"):
-            features[name] = False
-    offload.set_features(features)
-    offload.close()
 
 
 def _choose_cubic(talk: IPRoute, index: int, address: str) -> None:

@@ -37,7 +37,6 @@ OnLine = Callable[[int, str, str], object]  # host, "stdout" or "stderr", the li
 _ENTER = Path(__file__).with_name("enter.py")
 _GRACE_SECONDS = 3.0  # between asking a program to terminate and killing it
 _LAST_LINES = 15
-_HOLDER = -1  # stands before the hosts
 _LOOK_SECONDS = 0.05  # where the system cannot tell us that a process has ended, we look so often
 
 
@@ -67,6 +66,9 @@ class Result:
 
 class LabError(ThinwireError):
     """A lab cannot be made here, or has broken down; the message says why."""
+
+
+Ended = Callable[[], LabError]
 
 
 class HostFailedError(LabError):
@@ -229,7 +231,8 @@ class Host:
 class Cluster(ABC):
     """Hosts on which programs are run: `Lab` and `Loopback`. Open while its block lasts."""
 
-    _holder_pid: int | None = None  # the process without which a lab's hosts have no network
+    # Processes without which a lab's hosts have no network, and what to raise when one has ended.
+    _needed: Mapping[int, Ended] = {}
     _closing: ExitStack | None = None  # None: not open
 
     @abstractmethod
@@ -304,7 +307,7 @@ class Cluster(ABC):
                         stderr=subprocess.PIPE,
                     )
                 )
-            run = Run(processes, self._holder_pid, on_line)
+            run = Run(processes, self._needed, on_line)
         except BaseException:
             end(processes)
             raise
@@ -347,7 +350,9 @@ class _Stream:
 class Run:
     """Programs under way, one a host, in the order of the hosts. `finish` leaves none running."""
 
-    def __init__(self, processes: list[Popen], holder: int | None, on_line: OnLine | None) -> None:
+    def __init__(
+        self, processes: list[Popen], needed: Mapping[int, Ended], on_line: OnLine | None
+    ) -> None:
         self._processes = processes
         self._codes: dict[int, int] = {}  # in the order in which they ended
         self._streams = [_streams(host, process, on_line) for host, process in enumerate(processes)]
@@ -355,13 +360,19 @@ class Run:
         self._watches: list[int] = []
         self._told_of_ends = hasattr(os, "pidfd_open")  # by Linux
         if self._told_of_ends:
-            watched = {} if holder is None else {_HOLDER: holder}
-            watched |= {host: process.pid for host, process in enumerate(processes)}
-            for host, pid in watched.items():
-                self._watches.append(os.pidfd_open(pid))
-                self._selector.register(self._watches[-1], selectors.EVENT_READ, host)
+            for pid, ended in needed.items():
+                try:
+                    self._watch(os.pidfd_open(pid), ended)
+                except ProcessLookupError:
+                    raise ended() from None
+            for host, process in enumerate(processes):
+                self._watch(os.pidfd_open(process.pid), host)
         for stream in self._all_streams():
             self._selector.register(stream.file, selectors.EVENT_READ, stream)
+
+    def _watch(self, process: int, what: "int | Ended") -> None:
+        self._watches.append(process)
+        self._selector.register(process, selectors.EVENT_READ, what)
 
     def finish(self, timeout: float | None) -> list[Result]:
         try:
@@ -398,13 +409,13 @@ class Run:
                     if host not in self._codes and has_ended(process):
                         self._codes[host] = reap(process)
 
-    def _attend(self, file: int, what: "int | _Stream") -> None:
+    def _attend(self, file: int, what: "int | Ended | _Stream") -> None:
         if isinstance(what, _Stream):
             with contextlib.suppress(BlockingIOError):  # woken for nothing
                 if not what.read():
                     self._selector.unregister(file)
-        elif what == _HOLDER:
-            raise LabError("the process that holds the lab has ended: its hosts have no network")
+        elif callable(what):
+            raise what()
         else:
             self._selector.unregister(file)
             self._codes[what] = reap(self._processes[what])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from thinwire.compare.document import Document, DocumentSettings, MethodResult, Spread
-from thinwire.compare.settings import BASELINE, PARALLELISMS
+from thinwire.compare.settings import BASELINE, PARALLELISMS, distance_in_words
 from thinwire.formatting import (
     NOTHING,
     in_words,
@@ -43,7 +43,8 @@ SECTIONS: dict[str, tuple[Callable[[Document], Picture | str], ...]] = {
     "Links": (links,),
 }
 SHOWN = 200  # letters of an error that stand open on the page
-_NOT_SET = ("weights", "steps", "seconds", "target", "inter")  # None means that nobody asked for it
+# None means that nobody asked for it.
+_NOT_SET = ("weights", "steps", "seconds", "target", "delay", "jitter", "loss", "inter")
 
 
 class DrawnReport(NamedTuple):
@@ -169,6 +170,7 @@ def _where(settings: DocumentSettings) -> str:
 
 def _links(settings: DocumentSettings) -> str:
     found = f"links of {in_words(dict.fromkeys(map(link, settings.links)))}"
+    found += distance_in_words(settings.delay, settings.jitter, settings.loss)
     return f"{found} and {link(settings.inter)} between racks" if settings.inter else found
 
 
