@@ -73,8 +73,10 @@ if TYPE_CHECKING:
     from thinwire.feedback import list_feedbacks
     from thinwire.frames import Payload, decode, pack, unpack
     from thinwire.integrations import accelerate as accelerate
+    from thinwire.integrations import horovod as horovod
     from thinwire.integrations import lightning as lightning
     from thinwire.integrations import numpy as numpy
+    from thinwire.integrations import torchft as torchft
     from thinwire.integrations import transformers as transformers
     from thinwire.kernels import Key
     from thinwire.methods import OuterSGD, list_methods
@@ -134,7 +136,7 @@ _SUBMODULES = (
 )
 
 # Not in __all__: each needs its framework, or imports it.
-_INTEGRATIONS = ("accelerate", "lightning", "numpy", "transformers")
+_INTEGRATIONS = ("accelerate", "horovod", "lightning", "numpy", "torchft", "transformers")
 
 __all__ = [
     "QSGD",
