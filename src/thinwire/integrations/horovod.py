@@ -93,9 +93,9 @@ class SummableCompression:
         self.compressor = local_of(compressor)
         if not self.compressor.summable:
             raise ValueError(
-                f"{self.compressor}: Horovod adds up what ranks send, element by element, and that "
-                "cannot be added up. Use cast:fp16, cast:bf16 or randomk with shared=true, or leave "
-                "Horovod: tw.horovod.DistributedOptimizer takes every compressor"
+                f"{self.compressor}: Horovod adds up what ranks send, element by element, and this "
+                "cannot be added up. Use cast:fp16, cast:bf16 or randomk with shared=true; or leave "
+                "Horovod, as tw.horovod.DistributedOptimizer takes every compressor"
             )
         if self.compressor.random and named_parameters is None:
             raise ValueError(
@@ -469,6 +469,6 @@ def _in_horovods_style(compression: Any) -> TypeGuard[HorovodCompression]:
         inspect.getattr_static(compression, "compress"), staticmethod | classmethod
     ):
         raise TypeError(
-            f"{compression.__name__}.compress must be a static method, or pass an object of the class"
+            f"{compression.__name__}.compress must be a static method: or pass an object of it"
         )
     return True

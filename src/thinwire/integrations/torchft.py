@@ -12,6 +12,7 @@ A tensor of a Manager has no name, and a step may not count after it was exchang
 remembered of what compression leaves out, and only compressors that do well without are taken.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -55,18 +56,19 @@ class CompressedGroup:
         min_numel: int = 1024,
         seed: int = 0,
     ) -> None:
-        for needed in ("configure", "allreduce", "allgather", "size"):
-            if not callable(getattr(group, needed, None)):
-                raise TypeError(
-                    "CompressedGroup takes a process group of torchft's, such as "
-                    f"torchft.ProcessGroupGloo(), got {type(group).__name__} without {needed}"
-                )
+        changes = hasattr(group, "reconfigure") or hasattr(group, "configure")
+        if not changes or not hasattr(group, "allreduce") or not hasattr(group, "allgather"):
+            raise TypeError(
+                "CompressedGroup takes a process group of torchft's, such as "
+                f"torchft.ProcessGroupGloo(), got {type(group).__name__}"
+            )
         check.whole("CompressedGroup", "min_numel", min_numel, 0)
         self._group, self._compressor = group, local_of(compressor)
         _check_compressor(self._compressor)
         self._min_numel, self._seed = min_numel, seed
-        self._rank = self._calls = 0
-        self._compared = False  # with the ranks of this quorum
+        self._mark = int.from_bytes(os.urandom(7))  # by which this rank finds its place
+        self._place: int | None = None  # among the ranks of this quorum
+        self._calls = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
@@ -74,20 +76,21 @@ class CompressedGroup:
     def __repr__(self) -> str:
         return f"CompressedGroup({self._group!r}, {self._compressor})"
 
-    def configure(
-        self, store_addr: str, replica_id: str, rank: int, world_size: int, *rest: Any, **more: Any
-    ) -> None:
+    def configure(self, *args: Any, **options: Any) -> Any:
+        """Called by the Managers of earlier releases with every new quorum."""
+        self._place = None
+        return self._group.configure(*args, **options)
+
+    def reconfigure(self, *args: Any, **options: Any) -> Any:
         """Called by the Manager with every new quorum."""
-        self._compared = False
-        self._group.configure(store_addr, replica_id, rank, world_size, *rest, **more)
-        self._rank = rank
+        self._place = None
+        return self._group.reconfigure(*args, **options)
 
     def alltoall_base(self, *_: Any, **__: Any) -> Any:
         """Only torchft's own quantization calls this."""
         raise ValueError(
-            f"should_quantize=True is torchft's own quantization, which would send other bytes than "
-            f"{self._compressor}: leave should_quantize out, or give the Manager the group without "
-            "CompressedGroup"
+            f"should_quantize=True is torchft's own quantization and goes past {self._compressor}: "
+            "leave should_quantize out, or give the Manager the group without CompressedGroup"
         )
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
@@ -97,10 +100,10 @@ class CompressedGroup:
         if len(tensors) != 1 or not (summed or averaged) or not self._takes(tensors[0]):
             return self._group.allreduce(tensors, opts)
         (tensor,) = tensors
-        if not self._compared:
-            self._compare(tensor.device)
+        if self._place is None:
+            self._place = self._compare(tensor.device)
         self._calls += 1
-        key = Key(self._seed, self._calls, self._rank)
+        key = Key(self._seed, self._calls, self._place)
         frame = pack(self._compressor.encode(tensor, key=key))
         longest = self._compressor.max_payload_bytes(tensor.numel(), tensor.dtype)
         mine = torch.zeros(LENGTH + longest, dtype=torch.uint8, device=tensor.device)
@@ -109,66 +112,63 @@ class CompressedGroup:
         work, gathered = self._gather(mine)
         weight = 1 / len(gathered) if averaged else 1.0
 
-        def add_up(future: torch.futures.Future[Any]) -> list[Tensor]:
-            future.wait()  # raises what went wrong
-            payloads = [self._payload(place, each, tensor) for place, each in enumerate(gathered)]
-            flat, done = flat_view(tensor)
-            add_all(payloads, flat, weight, fresh=True)
-            done()
-            return tensors
-
-        return CompressedWork(work, work.get_future().then(add_up))
+        return CompressedWork(tensor, gathered, weight, self._compressor, work)
 
     def _gather(self, mine: Tensor) -> tuple[Any, list[Tensor]]:
         """The work that brings the tensors of all ranks, and where they will be."""
         gathered = [torch.empty_like(mine) for _ in range(self._group.size())]
         return self._group.allgather([gathered], [mine], gather_options()), gathered
 
-    def _compare(self, device: torch.device) -> None:
-        """Refuse replicas that are set up otherwise: gloo ends a process whose messages do not have
-        the length that is expected."""
-        own = torch.tensor([self._compressor.fingerprint, self._min_numel], device=device)
-        work, gathered = self._gather(own)
+    def _compare(self, device: torch.device) -> int:
+        """This rank's place among the others, which must be set up alike: gloo ends a process whose
+        messages do not have the length that is expected."""
+        settings = [self._compressor.fingerprint, self._min_numel]
+        work, gathered = self._gather(torch.tensor([*settings, self._mark], device=device))
         work.wait()
-        others = [place for place, each in enumerate(gathered) if not torch.equal(each, own)]
+        found = [each.tolist() for each in gathered]
+        others = [place for place, each in enumerate(found) if each[:-1] != settings]
         if others:
             raise MismatchError(
                 f"replicas {others} have another compressor or min_numel than this one, "
                 f"{self._compressor} from {self._min_numel} elements on: give all the same"
             )
-        self._compared = True
+        return found.index([*settings, self._mark])
 
     def _takes(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.numel() >= max(1, self._min_numel)
-
-    def _payload(self, place: int, message: Tensor, like: Tensor) -> Payload:
-        """The checked payload of a rank; nothing has been written yet."""
-        length = int(message[:LENGTH].view(torch.int64))
-        if not 0 <= length <= message.numel() - LENGTH:
-            raise FrameError(f"rank {place} announced a frame of {length} bytes")
-        payload = unpack(message[LENGTH : LENGTH + length], max_numel=like.numel())
-        wanted = (like.shape, like.dtype, self._compressor.fingerprint)
-        if (payload.shape, payload.dtype, payload.fingerprint) != wanted:
-            raise MismatchError(
-                f"rank {place} sent a {payload.dtype} tensor of shape {tuple(payload.shape)}, this "
-                f"rank a {like.dtype} one of {tuple(like.shape)} with {self._compressor}: all "
-                "replicas must use the same model and compressor"
-            )
-        if not payload.non_finite:
-            _ = payload.opened  # checks the content
-        return payload
 
 
 class CompressedWork:
     """Of an all-reduce: what torchft's Manager asks of a work.
 
     Args:
-        work: of the exchange.
-        future: that ends when the tensor has been written.
+        tensor: that gets the sum.
+        gathered: where the frames of all ranks arrive.
+        weight: of each.
+        compressor: that has made them.
+        work: that brings them.
     """
 
-    def __init__(self, work: Any, future: torch.futures.Future[Any]) -> None:
-        self._work, self._future = work, future
+    def __init__(
+        self,
+        tensor: Tensor,
+        gathered: list[Tensor],
+        weight: float,
+        compressor: LocalCompressor,
+        work: Any,
+    ) -> None:
+        # Called in a thread of the group, which must not be the last to hold the group itself.
+        def add_up(future: torch.futures.Future[Any]) -> list[Tensor]:
+            future.wait()  # raises what went wrong
+            payloads = [
+                _payload(place, each, tensor, compressor) for place, each in enumerate(gathered)
+            ]
+            flat, done = flat_view(tensor)
+            add_all(payloads, flat, weight, fresh=True)
+            done()
+            return [tensor]
+
+        self._future: torch.futures.Future[Any] = work.get_future().then(add_up)
 
     def wait(self, timeout: Any = None) -> bool:
         self._future.wait()
@@ -185,6 +185,24 @@ class CompressedWork:
 
     def block_current_stream(self, timeout: Any = None) -> None:
         self._future.wait()
+
+
+def _payload(place: int, message: Tensor, like: Tensor, compressor: LocalCompressor) -> Payload:
+    """The checked payload of a rank."""
+    length = int(message[:LENGTH].view(torch.int64))
+    if not 0 <= length <= message.numel() - LENGTH:
+        raise FrameError(f"rank {place} announced a frame of {length} bytes")
+    payload = unpack(message[LENGTH : LENGTH + length], max_numel=like.numel())
+    wanted = (like.shape, like.dtype, compressor.fingerprint)
+    if (payload.shape, payload.dtype, payload.fingerprint) != wanted:
+        raise MismatchError(
+            f"rank {place} sent a {payload.dtype} tensor of shape {tuple(payload.shape)}, this "
+            f"rank a {like.dtype} one of {tuple(like.shape)} with {compressor}: all replicas must "
+            "use the same model and compressor"
+        )
+    if not payload.non_finite:
+        _ = payload.opened  # checks the content
+    return payload
 
 
 def _check_compressor(compressor: LocalCompressor) -> None:
