@@ -76,7 +76,8 @@ class Compression(_callback.TrainerCallback):  # type: ignore[misc]
             return
         warnings.warn(
             f"training goes on from a checkpoint, but {path} is not there: what was remembered of "
-            "gradients is lost, and compression starts anew",
+            "gradients is lost, and compression starts anew. It is looked for in output_dir: to keep "
+            "it, resume from a checkpoint there",
             ThinwireWarning,
             stacklevel=2,
         )
