@@ -39,7 +39,7 @@ def test_wrong_use_is_refused_and_fsdp2_and_local_steps_go():
     one, other = found["local"]["together"]
     assert one == other
     sharded = found["sharded"]
-    assert "tw.attach(model, ...) with the model that prepare returned" in sharded["refused"]
+    assert "tw.attach(model, ...) with the model that prepare" in sharded["refused"]
     assert (sharded["sharded"], sharded["steps"]) == (True, 4)
     assert sharded["losses"][-1] < sharded["losses"][0]
     assert sharded["ratio"] > 3

@@ -12,13 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchtitan.tools.utils
-
-torchtitan.tools.utils.device_type = "cpu"  # "cuda" where there is no accelerator
-
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.llama3 import model_registry
@@ -49,6 +45,7 @@ def recipe() -> dict[str, object]:
 def main() -> None:
     torch.set_num_threads(1)
     FlexAttention.forward = causal
+    parallel_dims.device_type = "cpu"  # "cuda" where there is no accelerator
     dist.init_process_group("gloo")
     parallelism = ParallelismConfig(data_parallel_shard_degree=2, spmd_backend="partial_dtensor")
     training = TrainingConfig(local_batch_size=2, seq_len=64, mixed_precision_param="float32")

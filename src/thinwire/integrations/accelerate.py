@@ -56,8 +56,8 @@ def compress(
     kind = accelerator.distributed_type.value
     if kind == _utils.DistributedType.FSDP.value:
         raise ValueError(
-            "this Accelerator shards models: call tw.attach(model, ...) with the model that prepare "
-            "returned (FSDP2, fsdp_version=2)"
+            "this Accelerator shards models: use fsdp_version=2 and tw.attach(model, ...) with the "
+            "model that prepare returned"
         )
     if kind == _utils.DistributedType.NO.value:
         warnings.warn(
@@ -68,8 +68,8 @@ def compress(
         )
     elif not kind.startswith("MULTI_"):
         raise ValueError(
-            f"this Accelerator trains with {kind}, which exchanges gradients by itself: compression "
-            "works with DistributedDataParallel and FSDP2 (docs/integrations.md)"
+            f"this Accelerator trains with {kind}, which exchanges gradients by itself: use "
+            "DistributedDataParallel or FSDP2 (docs/integrations.md)"
         )
     before = accelerator.ddp_handler
     if isinstance(before, Handler):

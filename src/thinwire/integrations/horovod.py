@@ -94,8 +94,8 @@ class SummableCompression:
         if not self.compressor.summable:
             raise ValueError(
                 f"{self.compressor}: Horovod adds up what ranks send, element by element, and this "
-                "cannot be added up. Use cast:fp16, cast:bf16 or randomk with shared=true; or leave "
-                "Horovod, as tw.horovod.DistributedOptimizer takes every compressor"
+                "cannot be added up. Use cast:fp16, cast:bf16 or randomk with shared=true, or in "
+                "place of Horovod tw.horovod.DistributedOptimizer, which takes every compressor"
             )
         if self.compressor.random and named_parameters is None:
             raise ValueError(
