@@ -18,7 +18,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from nets import TIMEOUT, all_same, alone, loss_of, named, net, plain
+from nets import TIMEOUT, all_same, alone, loss_of, named, net, plain, raised
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -49,14 +49,6 @@ def steps(model: nn.Module, optimizer: Any, count: range, passes: int = 1) -> No
 
 def weights(model: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in named(model).items()}
-
-
-def raised(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # The same as DDP

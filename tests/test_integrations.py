@@ -16,7 +16,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from nets import net
+from nets import net, raised
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -117,14 +117,6 @@ def test_the_function_for_torchtitan_attaches_to_what_it_makes():
 
 class DeepSpeedEngine(nn.Module):
     """Some other way to exchange gradients."""
-
-
-def raised(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def on_wires() -> dict[str, str]:

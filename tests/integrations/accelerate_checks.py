@@ -4,25 +4,17 @@ torchrun --nproc-per-node 2 accelerate_checks.py
 """
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 from accelerate_training import net
+from programs import raised
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import thinwire as tw
-
-
-def raised(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def prepared(accelerator: Accelerator) -> tuple[nn.Module, Any]:

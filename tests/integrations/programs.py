@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +33,12 @@ def _run(words: list[str]) -> dict[str, Any]:
     assert lines, f"exit code {ended.returncode}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
     found: dict[str, Any] = json.loads(lines[-1][1:])
     return found
+
+
+def raised(call: Callable[[], object]) -> str:
+    """The error of a call, in words; empty if there is none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -7,11 +7,11 @@ import json
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from programs import raised
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers_training import Numbers
 
@@ -42,14 +42,6 @@ def trainer_of(folder: Path, name: str, callbacks: Any = (), **options: Any) -> 
         train_dataset=Numbers(),
         callbacks=list(callbacks),
     )
-
-
-def raised(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def settings(folder: Path) -> dict[str, Any]:

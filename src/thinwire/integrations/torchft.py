@@ -42,8 +42,7 @@ class CompressedGroup:
     Args:
         group: a reconfigurable group of torchft's (``ProcessGroupGloo()``).
         compressor: one, or its spec, that does without a residual: casts, "quantize:8",
-            "quantize:4", and what is right on average ("qsgd:7", "quantize:2,stochastic=true",
-            "randomk:0.1,scaled=true").
+            "quantize:4", and what is right on average ("qsgd:7", "randomk:0.1,scaled=true").
         min_numel: tensors with fewer elements are all-reduced as they are.
         seed: for compressors that draw random numbers.
     """
@@ -111,7 +110,6 @@ class CompressedGroup:
         mine[LENGTH : LENGTH + frame.numel()] = frame
         work, gathered = self._gather(mine)
         weight = 1 / len(gathered) if averaged else 1.0
-
         return CompressedWork(tensor, gathered, weight, self._compressor, work)
 
     def _gather(self, mine: Tensor) -> tuple[Any, list[Tensor]]:
