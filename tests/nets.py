@@ -3,6 +3,7 @@ compute what another one has, without DDP."""
 
 import copy
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,6 +99,15 @@ def memory(wire: tw.Wire) -> dict[str, Tensor]:
         for name, state in kept.items()
         for part, value in state.items()
     }
+
+
+def raised(call: Callable[[], object]) -> str:
+    """The error of a call, in words; empty if there is none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def digest(tensors: Any) -> str:

@@ -74,8 +74,10 @@ if TYPE_CHECKING:
     from thinwire.frames import Payload, decode, pack, unpack
     from thinwire.integrations import accelerate as accelerate
     from thinwire.integrations import deepspeed as deepspeed
+    from thinwire.integrations import horovod as horovod
     from thinwire.integrations import lightning as lightning
     from thinwire.integrations import numpy as numpy
+    from thinwire.integrations import torchft as torchft
     from thinwire.integrations import transformers as transformers
     from thinwire.kernels import Key
     from thinwire.methods import OuterSGD, list_methods
@@ -135,7 +137,9 @@ _SUBMODULES = (
 )
 
 # Not in __all__: each needs its framework, or imports it.
-_INTEGRATIONS = ("accelerate", "deepspeed", "lightning", "numpy", "transformers")
+_INTEGRATIONS = (
+    *("accelerate", "deepspeed", "horovod", "lightning", "numpy", "torchft", "transformers"),
+)
 
 __all__ = [
     "QSGD",

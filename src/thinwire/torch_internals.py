@@ -145,6 +145,12 @@ def broadcast(group: Any, tensor: Tensor, root: int, timeout: timedelta) -> Pend
     return group.broadcast([tensor], options)
 
 
+def gather_options() -> Any:
+    """What the method `allgather` of a process group takes: torch.distributed's own functions do
+    not know the groups of torchft."""
+    return _c10d.AllgatherOptions()
+
+
 def abort(group: Any) -> None:
     """Close the connections of a gloo group at once; operations that wait for them end.
 

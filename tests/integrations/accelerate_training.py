@@ -28,7 +28,7 @@ def main(folder: str, mode: str) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     compressor = "topk:0.2"
     if mode.startswith("handler"):
-        accelerator.ddp_handler = tw.accelerate.Handler(compressor, min_numel=2)
+        handler = tw.accelerate.compress(accelerator, compressor, min_numel=2)
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(256, 20, generator=generator), torch.randint(4, (256,), generator=generator)
     model = net()
@@ -37,7 +37,7 @@ def main(folder: str, mode: str) -> None:
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader
     )
     if mode.startswith("handler"):
-        wire = accelerator.ddp_handler.wire
+        wire = handler.wire
         assert tw.wire_of(model) is wire
     elif mode != "plain":
         wire = tw.attach(model, compressor, min_numel=2)

@@ -54,3 +54,12 @@ def test_local_steps_end_with_the_same_parameters_and_go_on(tmp_path):
 def test_what_cannot_be_is_refused(tmp_path):
     hooked = torchrun(PROGRAM, tmp_path, "hooked")
     assert "the strategy has a ddp_comm_hook of its own" in hooked["error"]
+    found = torchrun("lightning_checks.py", tmp_path)
+    assert "more than one stateful callback of type `Compression`" in found["two"]
+    assert "a wire is attached to this model" in found["two kinds"]
+    assert "has a wire already" in found["attach"]
+    assert "Lightning's is `trainer.strategy.model`" in found["early"]
+    # A second fit with the same callback attaches anew.
+    assert found["again"] == ""
+    assert found["steps"] == [found["batches"]] * 2
+    assert len(found["losses"]) == 2 * found["batches"]

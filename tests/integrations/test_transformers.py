@@ -22,6 +22,18 @@ def test_local_steps(tmp_path):
     assert found["steps"] == 5  # after every two of eight steps, and at the end
 
 
+def test_settings_of_the_trainer_and_wrong_use(tmp_path):
+    found = torchrun("transformers_checks.py", tmp_path)
+    settings = found["settings"]
+    assert settings["steps"] == [4, 4], "accumulation exchanges once a step; train() twice works"
+    assert all(norm > 1e-3 for norm in settings["norms"]), "gradients are averaged, then clipped"
+    assert settings["figures"] == [True, True], "for callbacks before and behind it"
+    assert "has a wire already" in found["wrong"]["two"]
+    assert "the Trainer's is `trainer.model_wrapped`" in found["wrong"]["early"]
+    (warning,) = found["copied"]
+    assert "compression starts anew" in warning
+
+
 def test_the_trainer_comes_first():
     import thinwire as tw
 

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: a handler for `prepare`, and checkpoints of every rank.
 
     accelerator = Accelerator()
-    accelerator.ddp_handler = tw.accelerate.Handler("quantize:4")   # before prepare
+    tw.accelerate.compress(accelerator, "quantize:4")   # before prepare
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 or, with FSDP2 too,
@@ -14,23 +14,80 @@ and in both cases for `save_state` and `load_state`
     accelerator.register_for_checkpointing(tw.accelerate.CheckpointedWire(model))
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
+from thinwire.errors import ThinwireWarning
 from thinwire.integrations.wiring import framework, takes_local_steps
 from thinwire.parallel import Wire, attach, wire_of
 from thinwire.parallel.configuration import CompressorGiven
 
-__all__ = ["CheckpointedWire", "Handler"]
+__all__ = ["CheckpointedWire", "Handler", "compress"]
 
 _utils: Any = framework("accelerate.utils", extra="accelerate", purpose="tw.accelerate")
 
 
+def compress(
+    accelerator: Any, compressor: CompressorGiven = "quantize:4", **options: Any
+) -> "Handler":
+    """Have an Accelerator attach a wire to the model that it wraps in DistributedDataParallel.
+
+    To be called before `prepare`. Options of DistributedDataParallel that the Accelerator was given
+    stay.
+
+    Args:
+        accelerator: an Accelerator.
+        compressor, options: as for `thinwire.attach`.
+
+    Returns:
+        The handler, whose `wire` is there when the model has been prepared.
+    """
+    if not hasattr(accelerator, "ddp_handler"):
+        raise TypeError(f"compress takes an Accelerator, got {type(accelerator).__name__}")
+    if getattr(accelerator, "_models", None):
+        raise ValueError(
+            "this Accelerator has prepared a model already: call compress before prepare, or "
+            "tw.attach(model, ...) with the model that prepare returned"
+        )
+    kind = accelerator.distributed_type.value
+    if kind == _utils.DistributedType.FSDP.value:
+        raise ValueError(
+            "this Accelerator shards models: use fsdp_version=2 and tw.attach(model, ...) with the "
+            "model that prepare returned"
+        )
+    if kind == _utils.DistributedType.NO.value:
+        warnings.warn(
+            "tw.accelerate.compress: this training has one process, so nothing is exchanged and "
+            "nothing compressed",
+            ThinwireWarning,
+            stacklevel=2,
+        )
+    elif not kind.startswith("MULTI_"):
+        raise ValueError(
+            f"this Accelerator trains with {kind}, which exchanges gradients by itself: use "
+            "DistributedDataParallel or FSDP2 (docs/integrations.md)"
+        )
+    before = accelerator.ddp_handler
+    if isinstance(before, Handler):
+        raise ValueError(f"this Accelerator compresses already, with {before.compressor}")
+    given: dict[str, Any] = {}
+    if before is not None:
+        if before.comm_hook != _utils.DDPCommunicationHookType.NO:
+            raise ValueError(
+                f"DistributedDataParallelKwargs has comm_hook={before.comm_hook.name}, and DDP "
+                "takes one hook: leave it out, or do without tw.accelerate"
+            )
+        given = before.to_kwargs()
+    accelerator.ddp_handler = handler = Handler(compressor, ddp=given, **options)
+    return handler
+
+
 class Handler(_utils.DistributedDataParallelKwargs):  # type: ignore[misc]
-    """Has Accelerate attach a wire to the model that it wraps in DistributedDataParallel.
+    """What `compress` gives an Accelerator as its `ddp_handler`.
 
     Args:
         compressor: as for `thinwire.attach`.
@@ -52,6 +109,12 @@ class Handler(_utils.DistributedDataParallelKwargs):  # type: ignore[misc]
             raise ValueError(
                 f"tw.accelerate.Handler: {compressor} exchanges what optimizers have done: use "
                 "tw.LocalSteps(model, optimizer, ...) with what accelerator.prepare returns"
+            )
+        hooks = sorted(name for name in ddp or () if name.startswith("comm_"))
+        if hooks:
+            raise ValueError(
+                f"tw.accelerate.Handler: {', '.join(hooks)}: DDP takes one communication hook, and "
+                "this handler brings it: leave them out"
             )
         super().__init__(**(ddp or {}))
         self.compressor, self.options = compressor, options
@@ -82,7 +145,7 @@ class CheckpointedWire:
         if found is None:
             raise ValueError(
                 "tw.accelerate.CheckpointedWire: no wire is attached to this model: attach one "
-                "after accelerator.prepare, or set accelerator.ddp_handler before it"
+                "after accelerator.prepare, or call tw.accelerate.compress before it"
             )
         self.wire: Wire = found
 

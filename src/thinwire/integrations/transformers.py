@@ -76,7 +76,8 @@ class Compression(_callback.TrainerCallback):  # type: ignore[misc]
             return
         warnings.warn(
             f"training goes on from a checkpoint, but {path} is not there: what was remembered of "
-            "gradients is lost, and compression starts anew",
+            "gradients is lost, and compression starts anew. To keep it, resume from a checkpoint "
+            "in output_dir",
             ThinwireWarning,
             stacklevel=2,
         )

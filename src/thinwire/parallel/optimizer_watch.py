@@ -70,7 +70,7 @@ class OptimizerWatch:
             self._look_for_scaler()
 
     def _look_for_scaler(self) -> None:
-        scaler = _calling_scaler()
+        scaler = calling_scaler()
         # What remembers nothing is not harmed.
         if scaler is None or not scaler.is_enabled() or not self._wire._reducer.states.names():
             return
@@ -108,7 +108,8 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
         watch._look(optimizer)
 
 
-def _calling_scaler() -> GradScaler | None:
+def calling_scaler() -> GradScaler | None:
+    """The GradScaler that calls the optimizer's step inside of which this is called."""
     frame = sys._getframe(1)
     for _ in range(DEPTH):
         found = frame.f_locals.get("self")
