@@ -5,7 +5,7 @@ STAMP := $(VENV)/.stamp
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-integrations test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-policies bench-compare chaos soak clean clean-kernels
+.PHONY: help setup test test-slow test-integrations test-integrations-quick test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-policies bench-compare chaos soak clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,8 +38,11 @@ $(INTEGRATIONS)/.stamp: pyproject.toml constraints.txt
 	$(INTEGRATIONS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test-integrations]'
 	@touch $@
 
-test-integrations: $(INTEGRATIONS)/.stamp  ## Run the tests with Lightning, Accelerate and the Hugging Face Trainer (five minutes, once they are installed)
-	$(INTEGRATIONS)/bin/python -m pytest -n 2 tests/integrations
+test-integrations: $(INTEGRATIONS)/.stamp  ## Run the tests with real frameworks: Lightning, Accelerate, Trainer, DeepSpeed, Flower, Ray (ten minutes, once they are installed)
+	$(INTEGRATIONS)/bin/python -m pytest -n 2 --dist loadfile tests/integrations
+
+test-integrations-quick: $(INTEGRATIONS)/.stamp  ## Run those of them that CI runs (three minutes, once the frameworks are installed)
+	$(INTEGRATIONS)/bin/python -m pytest -n 2 --dist loadfile -m 'not slow' tests/integrations
 
 test-thorough: setup  ## A thousand examples of every property, a million damaged frames (20 minutes)
 	$(VENV)/bin/python benchmarks/fuzz.py --frames 1000000
@@ -76,6 +79,7 @@ bench: setup  ## Measure against the performance targets
 bench-network: setup  ## Measure the collectives on a slow network of this machine's own
 	$(VENV)/bin/python benchmarks/collectives.py
 	$(VENV)/bin/python benchmarks/hierarchical.py
+	$(VENV)/bin/python benchmarks/wan.py
 
 bench-training: setup  ## Train with and without compression; measure the DDP hook (about an hour)
 	$(VENV)/bin/python benchmarks/ddp.py
