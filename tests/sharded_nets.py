@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 import thinwire as tw
-from thinwire.collectives.transport import FIELDS
+from thinwire.collectives.message import aligned
+from thinwire.collectives.transport import FIELDS, HEADER
 
 MIN = 10  # elements: all matrices are compressed, all vectors are not
 IN = 12  # features of a batch
@@ -197,4 +198,4 @@ def residuals(wire: tw.Wire) -> dict[str, Tensor]:
 
 def meeting_bytes(ranks: int) -> int:
     """That a rank sends to compare calls and lengths with the others, once."""
-    return (ranks - 1) * 8 * (4 + FIELDS + ranks)
+    return (ranks - 1) * aligned(8 * (HEADER + FIELDS + ranks))

@@ -215,10 +215,16 @@ class Exchange(ABC):
         self._prepared = True
         self.handle.account.seconds["encode"] = time.perf_counter() - begin
 
+    def confirm(self) -> None:
+        """Called at its turn if it was prepared before: raises if it should not go on after all."""
+        return None
+
     def _prepare_once(self) -> None:
         if self._early_error is not None:
             raise self._early_error
-        if not self._prepared:
+        if self._prepared:
+            self.confirm()
+        else:
             self.prepare()
 
     @contextlib.contextmanager

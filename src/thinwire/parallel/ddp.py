@@ -346,9 +346,12 @@ class BackwardPass(ExchangeStep):
         self._lock = threading.Lock()
 
     def inspect(self, unit: Unit, update: Update, compressor: Compressor, key: Key) -> None:
+        self.confirm()
+        super().inspect(unit, update, compressor, key)
+
+    def confirm(self) -> None:
         if self.interrupted:
             raise InterruptedError("KeyboardInterrupt")  # the gradients are the user's again
-        super().inspect(unit, update, compressor, key)
 
     def expect(self, bucket: _Bucket) -> None:
         with self._lock:

@@ -45,7 +45,12 @@ class Driver:
         return None
 
     def inspect(self, unit: Unit, update: Update, compressor: Compressor, key: Key) -> None:
-        """What a unit is about to send, seen by the thread that exchanges."""
+        """What a unit is about to send, seen by the thread that prepares it."""
+        return None
+
+    def confirm(self) -> None:
+        """Called at the turn of an exchange that was prepared before; what it raises is told to the
+        other ranks."""
         return None
 
 
@@ -139,6 +144,9 @@ class UnitExchange(AllReduce):
         self._driver.admit()
         if self._asks_for_unused:
             self.unused = _unused_everywhere(transport, self.units)
+
+    def confirm(self) -> None:
+        self._driver.confirm()
 
     def prepare(self) -> None:
         self._fill()

@@ -36,6 +36,10 @@ class LastExchange:
         if self._handle is handle:
             self._handle = None
 
+    @property
+    def under_way(self) -> bool:
+        return self._handle is not None
+
     def wait_until_ended(self) -> None:
         """Return when none is under way."""
         handle = self._handle

@@ -84,7 +84,9 @@ class UnitReducer:
             self.decide(given)
         self.recalled: Recalled = {}  # the same on all ranks
         self._buffers = ScratchBuffers()
-        self._num_started = 0
+        # Buffers are two, in turn: one exchange is prepared while the one before moves its data.
+        self._turn = 0
+        self._last = LastExchange()
         self._last_joint = LastExchange()
 
     def __repr__(self) -> str:
@@ -134,6 +136,7 @@ class UnitReducer:
             updates, feedback, compressor, options, key, driver, recalled, self._op
         )
         handle = exchange.start(async_op=True)
+        self._last.follow(handle)
         if isinstance(compressor, JointCompressor):
             self._last_joint.follow(handle)
         for each in updates:
@@ -155,9 +158,7 @@ class UnitReducer:
         self, units: Sequence[Unit], feedback: Feedback, compressor: Compressor, driver: Driver
     ) -> list[UnitUpdate]:
         updates = []
-        # Of two buffers in turn: one exchange is prepared while the one before moves its data.
-        turn = self._num_started % 2
-        self._num_started += 1
+        turn = self._turn = 1 - self._turn if self._last.under_way else 0
         separate = driver.defers_commit or driver.skips_unused
         size = dist.get_world_size(self.options.group)
         for i, unit in enumerate(units):
