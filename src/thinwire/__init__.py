@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from thinwire.feedback import list_feedbacks
     from thinwire.frames import Payload, decode, pack, unpack
     from thinwire.integrations import accelerate as accelerate
+    from thinwire.integrations import flower as flower
     from thinwire.integrations import lightning as lightning
     from thinwire.integrations import numpy as numpy
     from thinwire.integrations import transformers as transformers
@@ -134,7 +135,7 @@ _SUBMODULES = (
 )
 
 # Not in __all__: each needs its framework, or imports it.
-_INTEGRATIONS = ("accelerate", "lightning", "numpy", "transformers")
+_INTEGRATIONS = ("accelerate", "flower", "lightning", "numpy", "transformers")
 
 __all__ = [
     "QSGD",

@@ -1,5 +1,5 @@
 """One line in the frameworks that people train with.
 
 Each module imports its framework when it is first used: `tw.lightning`, `tw.accelerate`,
-`tw.transformers`, and without any framework `tw.numpy` and `tw.horovod`.
+`tw.transformers`, `tw.flower`, and without any framework `tw.numpy` and `tw.horovod`.
 """
