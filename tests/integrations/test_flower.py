@@ -1,7 +1,17 @@
 """Flower's own messages, contexts, apps and strategies with `tw.flower`; most without processes."""
 
+import contextlib
+import json
+import os
 import random
-from collections.abc import Callable, Iterable
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,7 +127,8 @@ class LocalGrid(Grid):
     def __init__(self, *apps: ClientApp) -> None:
         self.apps = dict(enumerate(apps, 1))
         self.contexts = {
-            node: Context(1, node, {}, RecordDict(), {}) for node in range(1, len(apps) + 1)
+            node: Context(1, node, {"partition-id": node - 1}, RecordDict(), {})
+            for node in range(1, len(apps) + 1)
         }
         self.replies: list[Message] = []
         self.change: Callable[[Message], None] = lambda reply: None  # on the way to the server
@@ -680,3 +691,153 @@ def test_only_training_is_compressed():
     seen = tw.flower.Compression("topk:0.05")(query, grid.contexts[1], lambda m, c: (m, c))
     assert seen == (query, grid.contexts[1])
     assert server.uploads == {}
+
+
+# Flower's runtimes
+
+HERE = Path(__file__).resolve().parent
+PROGRAM = HERE / "flower_training.py"
+LIMIT = 300  # seconds; a node starts a process, which imports torch, for every message
+
+
+@pytest.fixture
+def environment(tmp_path) -> dict[str, str]:
+    """Of Flower's programs: what they write goes to a folder of this test."""
+    (tmp_path / "home").mkdir()
+    return {
+        **os.environ,
+        "FLWR_HOME": str(tmp_path / "home"),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "THINWIRE_OUT": str(tmp_path / "out.json"),
+    }
+
+
+@contextlib.contextmanager
+def program(
+    folder: Path, environment: dict[str, str], *words: object
+) -> Iterator[subprocess.Popen]:
+    """A program that is ended, with all that it has started, when the block is left."""
+    arguments = [str(word) for word in words]
+    with (folder / f"{Path(arguments[0]).name}.log").open("ab") as log:
+        started = subprocess.Popen(
+            arguments, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        yield started
+    finally:
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, sent)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(timeout=10)
+
+
+def outcome(folder: Path, *running: subprocess.Popen) -> dict:
+    """What the server wrote; fails when one of the programs has ended without that."""
+    path, end = folder / "out.json", time.monotonic() + LIMIT
+    while not path.exists():
+        ended = [p.args for p in running if p.poll() is not None]
+        if (ended and not path.exists()) or time.monotonic() > end:
+            logs = {log.name: log.read_text()[-2000:] for log in folder.glob("*.log")}
+            pytest.fail(f"no result; ended: {ended}\n" + "\n".join(map(str, logs.items())))
+        time.sleep(0.5)
+    return json.loads(path.read_text())
+
+
+def expected_outcome() -> dict:
+    """The same apps in this process; their sums are exact, so that order does not matter."""
+    import flower_training
+
+    grid = LocalGrid(*[flower_training.client_app] * flower_training.CLIENTS)
+    found = flower_training.start(grid)
+    # All three would have sent the same quarter twice, had they forgotten what they left out.
+    assert 1 - 0.75**3 < np.count_nonzero(found["weights"]) / 2048 < 1
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.timeout(LIMIT + 60)
+def test_a_simulation_gives_what_the_apps_give_here(tmp_path, environment):
+    with program(tmp_path, environment, sys.executable, PROGRAM) as simulation:
+        assert outcome(tmp_path, simulation) == expected_outcome()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+def wait_for(port: int, running: subprocess.Popen) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end and running.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.2)
+    pytest.fail(f"{running.args} does not listen")
+
+
+APP = """
+[project]
+name = "flower-training"
+version = "0.1.0"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "thinwire"
+
+[tool.flwr.app.components]
+serverapp = "flower_training:server_app"
+clientapp = "flower_training:client_app"
+"""
+
+
+@pytest.mark.timeout(LIMIT + 120)
+def test_a_deployment_on_loopback_gives_what_the_apps_give_here(tmp_path, environment):
+    """A SuperLink and three SuperNodes, each of which keeps the state of its client."""
+    app = tmp_path / "app"
+    app.mkdir()
+    (app / "pyproject.toml").write_text(APP)
+    shutil.copy(PROGRAM, app)
+    port = free_port()
+    link = f"127.0.0.1:{port}"
+    settings = (
+        f'[superlink]\ndefault = "test"\n[superlink.test]\naddress = "{link}"\ninsecure = true\n'
+    )
+    (tmp_path / "home" / "config.toml").write_text(settings)
+    with contextlib.ExitStack() as ended:
+
+        def started(*words: object) -> subprocess.Popen:
+            return ended.enter_context(program(tmp_path, environment, *words))
+
+        # Nothing is installed at run time: it would come from the internet.
+        options = (
+            "--host",
+            "127.0.0.1",
+            "--port",
+            port,
+            "--disable-runtime-dependency-installation",
+        )
+        superlink = started("flower-superlink", "--insecure", *options)
+        wait_for(port, superlink)
+        nodes = [
+            started(
+                *("flower-supernode", "--insecure", "--superlink", link),
+                *("--host", "127.0.0.1", "--port", free_port()),
+                *("--node-config", f"partition-id={part}"),
+            )
+            for part in range(3)
+        ]
+        run = subprocess.run(
+            ["flwr", "run", str(app), "test"],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert "Successfully started run" in run.stdout, run.stdout + run.stderr
+        assert outcome(tmp_path, superlink, *nodes) == expected_outcome()
