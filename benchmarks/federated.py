@@ -1,6 +1,6 @@
 """Federated averaging of ten clients with uneven data: accuracy against bytes uploaded.
 
-    python benchmarks/federated.py [--seeds 3] [--rounds 40] [--methods SPEC ...]
+    python benchmarks/federated.py [--seeds 3] [--jobs 2] [--rounds 120] [--methods SPEC ...]
                                    [--out benchmarks/records/NAME.json] [--picture FILE.png]
     python benchmarks/federated.py --draw RECORD.json --picture FILE.png
 
@@ -12,6 +12,7 @@ the decay of what a client left out. Figures of accuracy and bytes, not of time.
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import statistics
 import sys
 from pathlib import Path
@@ -23,10 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "federated.py"
-METHODS = [
-    *("none", "topk:0.01|quantize:4", "topk:0.01|quantize:4@0.9", "topk:0.01|quantize:4@0"),
-    *("topk:0.003|quantize:4", "topk:0.03125,chunk=4096|twobit", "quantize:4"),
-]
+METHODS = ["none", "topk:0.02|onebit", "topk:0.02|onebit@0.9"]
 NOTE = (
     "accuracy of the server's model after the last round, in percent; bytes are those of the "
     "frames that clients upload, downloads are not compressed and not counted"
@@ -43,18 +41,17 @@ def example() -> Any:
     return module
 
 
-def train(method: str, seeds: int, rounds: int, console: Console) -> dict[str, Any]:
-    """A method's curves, one for each seed."""
+def train(job: tuple[str, int, int]) -> list[dict[str, Any]]:
+    """The curve of a method (of large matrices) with a seed over so many rounds."""
+    method, seed, rounds = job
+    torch.set_num_threads(1)
     federated = example()
     compressor, _, decay = method.partition("@")
-    curves = []
-    for seed in range(seeds):
-        words = ["--seed", str(seed), "--rounds", str(rounds), "--decay", decay or "1"]
-        clients = federated.Clients(federated.parser().parse_args(words))
-        curve = [found._asdict() for found in federated.plain_loop(clients, compressor)]
-        console.print(f"{method}, seed {seed}: {curve[-1]}")
-        curves.append(curve)
-    return {"method": method, "curves": curves}
+    words = ["--seed", str(seed), "--rounds", str(rounds), "--decay", decay or "1"]
+    words += ["--compressor", compressor]
+    clients = federated.Clients(federated.parser().parse_args(words))
+    choose = (lambda name: "none") if compressor == "none" else clients.compressor
+    return [found._asdict() for found in federated.plain_loop(clients, choose)]
 
 
 def final(row: dict[str, Any], what: str) -> float:
@@ -117,7 +114,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method (3)")
-    parser.add_argument("--rounds", type=int, default=40, help="of a run (40)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time (2)")
+    parser.add_argument("--rounds", type=int, default=120, help="of a run (120)")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="the uncompressed one first")
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--draw", type=Path, help="draw this record, train nothing")
@@ -128,9 +126,14 @@ def main() -> int:
             parser.error("--draw needs --picture")
         draw(json.loads(options.draw.read_text())["measured"], options.picture)
         return 0
-    torch.set_num_threads(1)
     console = Console(width=120)
-    rows = [train(method, options.seeds, options.rounds, console) for method in options.methods]
+    seeds = range(options.seeds)
+    jobs = [(method, seed, options.rounds) for method in options.methods for seed in seeds]
+    rows = [{"method": method, "curves": list[Any]()} for method in options.methods]
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        for i, curve in enumerate(pool.imap(train, jobs)):
+            rows[i // options.seeds]["curves"].append(curve)
+            console.print(f"{jobs[i]}: {curve[-1]}")
     console.print(table_of(rows))
     if options.picture:
         draw(rows, options.picture)

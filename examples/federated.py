@@ -15,7 +15,7 @@ in Flower's simulation, where compression is one line on each side.
 # Flower is only needed for --flower.
 import argparse
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import thinwire as tw
 from thinwire.workloads import Images
 
 Arrays = dict[str, Tensor]
-COMPRESSOR = "topk:0.01|quantize:4"  # of each matrix the largest hundredth, in four bits
+Choose = Callable[[str], str]  # a compressor for the name of an array
 
 
 class Round(NamedTuple):
@@ -47,8 +47,12 @@ class Clients:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.task = options, Images(width=options.width, hidden=options.hidden)
+        self.options, self.task = (
+            options,
+            Images(batch_size=16, width=options.width, hidden=options.hidden),
+        )
         self.inputs, self.labels = self.task.epoch(torch.Generator())
+        self.shapes = {name: array.shape for name, array in self.task.model().state_dict().items()}
         torch.manual_seed(options.seed)
         shares = torch.distributions.Dirichlet(torch.full((options.clients,), options.skew))
         self.holds: list[list[int]] = [[] for _ in range(options.clients)]
@@ -59,10 +63,11 @@ class Clients:
                 held += part.tolist()
 
     def train(self, client: int, number: int, arrays: Arrays) -> Arrays:
-        """What a client makes of the server's model in a round."""
+        """What a client makes of the server's model; in the second half with smaller steps."""
         model = self.task.model()
         model.load_state_dict(arrays)
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.options.lr)
+        left = 1 - (number - 1) / self.options.rounds
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.options.lr * min(1.0, 2 * left))
         held = torch.tensor(self.holds[client])
         generator = torch.Generator().manual_seed(1000 * number + client)
         for _ in range(self.options.steps):
@@ -77,28 +82,32 @@ class Clients:
         model.load_state_dict(arrays)
         return self.task.evaluate(model)
 
+    def compressor(self, name: str) -> str:
+        """Small matrices are worth more bits; vectors and the smallest are not worth the trouble."""
+        shape = self.shapes[name]
+        if len(shape) < 2 or shape.numel() < 1024:
+            return "none"
+        return self.options.compressor if shape.numel() >= 10_000 else self.options.small
+
 
 def upload(
-    new: Arrays, old: Arrays, residuals: dict[str, Any], compressor: str, decay: float
+    new: Arrays, old: Arrays, residuals: dict[str, Any], choose: Choose, decay: float
 ) -> dict[str, bytes]:
     """What a client sends: a frame of each array's difference to the one that it received.
 
-    What the compressor leaves out of a matrix stays with the client, in `residuals`, and is added
-    when it takes part again. Vectors and small matrices are sent uncompressed.
+    What the compressor leaves out stays with the client, in `residuals`, and is added when it takes
+    part again.
     """
     frames = {}
     for name, array in new.items():
         difference = (array - old[name]).numpy()
-        if compressor == "none" or difference.ndim < 2 or difference.size < 1024:
-            frames[name] = tw.numpy.encode(difference, "none")
-        else:
-            residual = residuals.setdefault(name, np.zeros_like(difference))
-            residual *= decay
-            frames[name] = tw.numpy.encode(difference, compressor, residual=residual)
+        residual = residuals.setdefault(name, np.zeros_like(difference))
+        residual *= decay
+        frames[name] = tw.numpy.encode(difference, choose(name), residual=residual)
     return frames
 
 
-def plain_loop(clients: Clients, compressor: str) -> Iterator[Round]:
+def plain_loop(clients: Clients, choose: Choose) -> Iterator[Round]:
     """Federated averaging: each client counts by the number of its pictures."""
     options = clients.options
     arrays: Arrays = dict(clients.task.model(options.seed).state_dict())
@@ -110,7 +119,7 @@ def plain_loop(clients: Clients, compressor: str) -> Iterator[Round]:
         means = {name: torch.zeros_like(array) for name, array in arrays.items()}
         for client in sampled:
             new = clients.train(client, number, arrays)
-            frames = upload(new, arrays, residuals[client], compressor, options.decay)
+            frames = upload(new, arrays, residuals[client], choose, options.decay)
             uploaded += sum(map(len, frames.values()))
             for name, mean in means.items():  # strangers' frames may not claim more elements
                 difference = tw.decode(frames[name], max_numel=mean.numel())
@@ -120,7 +129,7 @@ def plain_loop(clients: Clients, compressor: str) -> Iterator[Round]:
             yield Round(number, clients.accuracy(arrays), uploaded / 1e6)
 
 
-def flower_loop(clients: Clients, compressor: str) -> Iterator[Round]:
+def flower_loop(clients: Clients, choose: Choose) -> Iterator[Round]:
     """The same in Flower's simulation, which samples clients by itself."""
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
@@ -129,8 +138,10 @@ def flower_loop(clients: Clients, compressor: str) -> Iterator[Round]:
     from flwr.simulation import run_simulation
 
     options, found = clients.options, list[Round]()
-    mods = [] if compressor == "none" else [tw.flower.Compression(compressor, decay=options.decay)]
-    client_app, server_app = ClientApp(mods=mods), ServerApp()
+    compression = tw.flower.Compression(
+        {name: choose(name) for name in clients.shapes}.get, decay=options.decay
+    )
+    client_app, server_app = ClientApp(mods=[compression]), ServerApp()
 
     @client_app.train()  # type: ignore[untyped-decorator]
     def train(message: Message, context: Context) -> Message:
@@ -178,17 +189,18 @@ def draw(curves: dict[str, list[Round]], path: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    found.add_argument("--compressor", default=COMPRESSOR, help="of what clients upload")
+    found.add_argument("--compressor", default="topk:0.02|onebit", help="of large matrices")
+    found.add_argument("--small", default="quantize:4", help="compressor of small matrices")
     found.add_argument("--decay", type=float, default=1.0, help="of what a client left out before")
-    found.add_argument("--rounds", type=int, default=40)
+    found.add_argument("--rounds", type=int, default=120)
     found.add_argument("--clients", type=int, default=10)
     found.add_argument("--sampled", type=int, default=3, help="clients in each round")
-    found.add_argument("--steps", type=int, default=15, help="of a client in a round")
+    found.add_argument("--steps", type=int, default=10, help="of a client in a round")
     found.add_argument("--lr", type=float, default=0.1, help="learning rate of the clients")
     found.add_argument("--skew", type=float, default=0.5, help="the smaller, the more uneven")
     found.add_argument("--width", type=int, default=8, help="of the network's convolutions")
     found.add_argument("--hidden", type=int, default=256, help="units of its hidden layer")
-    found.add_argument("--every", type=int, default=5, help="rounds between two tests")
+    found.add_argument("--every", type=int, default=20, help="rounds between two tests")
     found.add_argument("--seed", type=int, default=0)
     found.add_argument("--flower", action="store_true", help="in Flower's simulation")
     found.add_argument("--out", type=Path, help="draw accuracy against megabytes as a picture")
@@ -208,7 +220,7 @@ def main() -> None:
     }.items():
         print(label)
         curves[label] = []
-        for found in loop(clients, compressor):
+        for found in loop(clients, choose):
             curves[label].append(found)
             print(
                 f"  round {found.number}: {found.accuracy:.1f} % right, "

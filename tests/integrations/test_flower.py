@@ -339,6 +339,19 @@ def test_nothing_is_remembered_where_that_is_not_wanted(options):
     assert residuals(grid, 1) == {}
 
 
+def test_a_function_chooses_by_name():
+    chosen = {"body.weight": "onebit", "head.weight": None}
+    server, grid = tw.flower.Compressed(fed_avg()), grid_of(chosen.get, min_numel=0)
+    grid.change = lambda reply: sizes.update(
+        {name: payload.num_bytes for name, payload in tw.unpack(frames_in(reply)).items()}
+    )
+    sizes = {}
+    aggregated(server, grid)
+    assert sizes["body.weight"] == tw.OneBit().encode(torch.zeros(40, 50)).num_bytes
+    assert sizes["head.weight"] == payload(np.zeros((8, 8), "f4")).num_bytes
+    assert set(residuals(grid, 1)) == {"body.weight"}
+
+
 def test_a_residual_of_another_model_is_not_used():
     server, grid = tw.flower.Compressed(fed_avg()), grid_of("topk:0.05")
     state = grid.contexts[1].state
@@ -616,8 +629,9 @@ def test_clipping_by_clients_is_refused(side):
     kind = getattr(strategy, f"DifferentialPrivacyClientSide{side}")
     options = {"clipping_norm": 1.0} if side == "FixedClipping" else {}
     private = kind(fed_avg(), 0.1, num_sampled_clients=3, **options)
-    with pytest.raises(ValueError, match=f"take DifferentialPrivacyServerSide{side}"):
-        tw.flower.Compressed(private)
+    for refused in (private, strategy.DifferentialPrivacyServerSideFixedClipping(private, 1, 1, 3)):
+        with pytest.raises(ValueError, match=f"DifferentialPrivacyClientSide{side} adds noise"):
+            tw.flower.Compressed(refused)
 
 
 def test_compressing_twice_is_refused():
@@ -697,7 +711,7 @@ def test_only_training_is_compressed():
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = HERE / "flower_training.py"
-LIMIT = 300  # seconds; a node starts a process, which imports torch, for every message
+LIMIT = 480  # seconds; a node starts a process, which imports torch, for every message
 
 
 @pytest.fixture

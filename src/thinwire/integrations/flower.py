@@ -12,8 +12,9 @@ shows KIND, where bytes in a NumPy array would have been averaged.
 """
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from thinwire import check
 from thinwire.compressors import Compressor, NoCompression, local_of
+from thinwire.compressors.base import LocalCompressor
 from thinwire.errors import FrameError
 from thinwire.formatting import show_bytes
 from thinwire.frames import Payload, pack, unpack
@@ -53,7 +55,8 @@ class Compression:
     An update with NaN or infinity is an error of this round, and nothing of it is remembered.
 
     Args:
-        compressor: one, or its spec; not one that all ranks find together ("powersgd").
+        compressor: one, or its spec; or a function that gives one for the name of an array, None
+            for uncompressed. Not one that all ranks find together ("powersgd").
         decay: of what earlier rounds of this client left out, each time it takes part: 1 keeps all,
             0 remembers nothing.
         min_numel: arrays with fewer than two dimensions or with fewer elements are sent
@@ -64,10 +67,14 @@ class Compression:
     """
 
     def __init__(
-        self, compressor: Compressor | str, *, decay: float = 1.0, min_numel: int = 1024
+        self,
+        compressor: Compressor | str | Callable[[str], Compressor | str | None],
+        *,
+        decay: float = 1.0,
+        min_numel: int = 1024,
     ) -> None:
         who = "tw.flower.Compression"
-        self.compressor = local_of(compressor)
+        self.compressor = compressor if callable(compressor) else local_of(compressor)
         if not check.is_number(decay) or not 0 <= decay <= 1:
             raise ValueError(f"{who}: decay must be in [0, 1], got {decay!r}")
         check.whole(who, "min_numel", min_numel, 0)
@@ -109,7 +116,9 @@ class Compression:
                 f"{names}"
             )
         kept = ctxt.state.array_records.get(f"{NAME}.residuals", {})
-        key = self._key(ctxt)
+        count = ctxt.state.config_records.get(f"{NAME}.replies", {}).get("count", 0)
+        ctxt.state[f"{NAME}.replies"] = _app.ConfigRecord({"count": count + 1})
+        key = Key(seed=ctxt.node_id % SEEDS, step=count)  # for each client and reply another
         payloads, residuals = dict[str, Payload](), dict[str, Numbers]()
         for i, (name, old) in enumerate(received.items()):
             new = trained[name]
@@ -122,22 +131,26 @@ class Compression:
                 payloads[name] = NoCompression().encode(new)
                 continue
             difference = _difference(new, old)
-            if new.ndim < 2 or new.size < self.min_numel:
-                payloads[name] = NoCompression().encode(difference)
-            else:
-                residual = self._residual(kept.get(name), difference)
-                payloads[name] = self.compressor.encode(
-                    difference, residual=residual, key=key._replace(tensor=i)
-                )
-                if residual is not None:
-                    residuals[name] = residual
+            compressor = self._compressor(name, new)
+            residual = self._residual(kept.get(name), difference, compressor)
+            payloads[name] = compressor.encode(
+                difference, residual=residual, key=key._replace(tensor=i)
+            )
+            if residual is not None:
+                residuals[name] = residual
             if payloads[name].non_finite:
                 raise ValueError(f"the update of {name!r} holds NaN or infinity")
         return payloads, residuals
 
-    def _residual(self, kept: Any, like: Numbers) -> Numbers | None:
+    def _compressor(self, name: str, array: Numbers) -> LocalCompressor:
+        if array.ndim < 2 or array.size < self.min_numel:
+            return NoCompression()
+        chosen = self.compressor(name) if callable(self.compressor) else self.compressor
+        return NoCompression() if chosen is None else local_of(chosen)
+
+    def _residual(self, kept: Any, like: Numbers, compressor: Compressor) -> Numbers | None:
         """What to add to a difference; zeros where nothing that fits is remembered."""
-        if self.decay == 0 or not self.compressor.wants_residual:
+        if self.decay == 0 or not compressor.wants_residual:
             return None
         dtype = np.float64 if like.dtype == np.float64 else np.float32
         found = None if kept is None else kept.numpy()
@@ -145,14 +158,6 @@ class Compression:
             return np.zeros(like.shape, dtype)
         decayed: Numbers = np.multiply(found, self.decay, dtype=dtype)
         return decayed
-
-    def _key(self, ctxt: Any) -> Key:
-        """Another one for each client and each of its replies; the count is in the state."""
-        if not self.compressor.random:
-            return Key()
-        count = ctxt.state.config_records.get(f"{NAME}.replies", {}).get("count", 0)
-        ctxt.state[f"{NAME}.replies"] = _app.ConfigRecord({"count": count + 1})
-        return Key(seed=ctxt.node_id % SEEDS, step=count)
 
 
 @dataclass(frozen=True)
@@ -178,11 +183,7 @@ class Upload:
         return self.uncompressed_bytes / self.num_bytes if self.num_bytes else 1.0
 
     def __add__(self, other: "Upload") -> "Upload":
-        return Upload(*(mine + its for mine, its in zip(self._row(), other._row(), strict=True)))
-
-    def _row(self) -> tuple[int, ...]:
-        counts = (self.compressed, self.uncompressed, self.failed)
-        return (*counts, self.num_bytes, self.uncompressed_bytes)
+        return Upload(*map(operator.add, astuple(self), astuple(other)))
 
     def __str__(self) -> str:
         words = (
@@ -324,14 +325,17 @@ class Compressed(_strategy.Strategy):  # type: ignore[misc]
 
 def _check_inside(who: str, strategy: Any) -> None:
     """Refuse what cannot be inside of a compressed strategy, however deep it is."""
+    clipped_by_clients = (
+        _strategy.DifferentialPrivacyClientSideAdaptiveClipping,
+        _strategy.DifferentialPrivacyClientSideFixedClipping,
+    )
     inside = strategy
     while isinstance(inside, _strategy.Strategy):
-        name = type(inside).__name__
-        if name.startswith("DifferentialPrivacyClientSide"):
+        if isinstance(inside, clipped_by_clients):
             raise ValueError(
-                f"{who}: {name} adds noise for updates that clients have clipped, and with what "
-                "earlier rounds left out an update can be larger than that bound: take "
-                f"{name.replace('Client', 'Server')}, which clips what was decoded"
+                f"{who}: {type(inside).__name__} adds noise for updates that clients have clipped, "
+                "and with what earlier rounds left out an update can exceed that bound: take the "
+                "strategy that clips on the server's side, after decoding"
             )
         if isinstance(inside, Compressed):
             raise ValueError(f"{who}: the strategy inside is compressed already")
