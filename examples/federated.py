@@ -83,11 +83,12 @@ class Clients:
         return self.task.evaluate(model)
 
     def compressor(self, name: str) -> str:
-        """Small matrices are worth more bits; vectors and the smallest are not worth the trouble."""
+        """For an array: small matrices are worth more bits, vectors are sent as they are."""
         shape = self.shapes[name]
         if len(shape) < 2 or shape.numel() < 1024:
             return "none"
-        return self.options.compressor if shape.numel() >= 10_000 else self.options.small
+        large = shape.numel() >= 10_000
+        return str(self.options.compressor if large else self.options.small)
 
 
 def upload(
@@ -214,10 +215,11 @@ def main() -> None:
     loop = flower_loop if options.flower else plain_loop
     print("pictures of each client:", *map(len, clients.holds))
     curves: dict[str, list[Round]] = {}
-    for label, compressor in {
-        "uncompressed": "none",
-        options.compressor: options.compressor,
-    }.items():
+    choices: dict[str, Choose] = {
+        "uncompressed": lambda name: "none",
+        options.compressor: clients.compressor,
+    }
+    for label, choose in choices.items():
         print(label)
         curves[label] = []
         for found in loop(clients, choose):
