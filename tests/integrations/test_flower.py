@@ -647,6 +647,8 @@ def test_what_is_no_strategy_is_refused():
 def test_settings_are_checked():
     with pytest.raises(TypeError, match="PowerSGD is found by all ranks together"):
         tw.flower.Compression("powersgd:4")
+    with pytest.raises(TypeError, match="TopK is a class"):
+        tw.flower.Compression(tw.TopK)
     with pytest.raises(ValueError, match=r"decay must be in \[0, 1\], got 1.5"):
         tw.flower.Compression("topk:0.01", decay=1.5)
     with pytest.raises(ValueError, match="min_numel must be a whole number from 0, got -1"):

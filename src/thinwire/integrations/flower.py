@@ -74,7 +74,8 @@ class Compression:
         min_numel: int = 1024,
     ) -> None:
         who = "tw.flower.Compression"
-        self.compressor = compressor if callable(compressor) else local_of(compressor)
+        by_name = callable(compressor) and not isinstance(compressor, type)
+        self.compressor = compressor if by_name else local_of(compressor)  # type: ignore[arg-type]
         if not check.is_number(decay) or not 0 <= decay <= 1:
             raise ValueError(f"{who}: decay must be in [0, 1], got {decay!r}")
         check.whole(who, "min_numel", min_numel, 0)
