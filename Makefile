@@ -5,7 +5,7 @@ STAMP := $(VENV)/.stamp
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-integrations test-integrations-quick test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-policies bench-compare chaos soak clean clean-kernels
+.PHONY: help setup test test-slow test-integrations test-integrations-quick test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-federated bench-policies bench-compare chaos soak clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ bench-local: setup  ## Loss against bytes of a transformer under AdamW: gradient
 
 bench-fsdp: setup  ## Sharded models on slow links: FSDP2, HSDP, loss (about a quarter of an hour)
 	$(VENV)/bin/python benchmarks/fsdp.py
+
+bench-federated: setup  ## Federated averaging: accuracy against bytes uploaded (a quarter of an hour)
+	$(VENV)/bin/python benchmarks/federated.py
 
 bench-policies: setup  ## A link that changes, too strong a start, a setting for each layer (20 minutes)
 	$(VENV)/bin/python benchmarks/policies.py link

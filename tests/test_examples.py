@@ -112,9 +112,22 @@ def _results(output: str) -> list[str]:
     return re.findall(r"(?:loss|test nll) [\d.]+", output)
 
 
+def test_federated_uploads_less_and_learns(tmp_path):
+    options = ("--rounds", "12", "--width", "4", "--hidden", "64", "--every", "6", "--steps", "10")
+    output = started(1, "federated.py", *options, "--out", str(tmp_path / "accuracy.png"))
+    found = re.findall(r"round (\d+): ([\d.]+) % right, ([\d.]+) MB", output)
+    assert [int(number) for number, _, _ in found] == [6, 12, 6, 12]
+    assert min(float(accuracy) for _, accuracy, _ in found[1::2]) > 40  # of ten classes
+    before, after = (float(megabytes) for _, _, megabytes in found[1::2])
+    assert before / after > 20
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_says_how_to_run_it(path):
-    assert "torchrun --standalone --nproc-per-node" in path.read_text().split('"""')[1]
+    says = path.read_text().split('"""')[1]
+    program = r"(torchrun --standalone --nproc-per-node \d+|python)"
+    assert re.search(rf"^    {program} examples/{path.name}$", says, re.MULTILINE)
 
 
 def test_fsdp_goes_on_with_another_number_of_ranks(tmp_path):

@@ -55,10 +55,11 @@ def test_what_is_no_frame_is_a_frame_error(wrong):
         tw.numpy.decode(wrong)
 
 
-@pytest.mark.parametrize("name", ["accelerate", "deepspeed", "lightning", "transformers"])
+@pytest.mark.parametrize("name", ["accelerate", "deepspeed", "flower", "lightning", "transformers"])
 def test_a_missing_framework_is_told_with_the_pip_line(name):
-    if importlib.util.find_spec(name) is not None:
-        pytest.skip(f"{name} is installed")
+    package = {"flower": "flwr"}.get(name, name)
+    if importlib.util.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
     with pytest.raises(tw.errors.MissingExtraError, match=rf"pip install 'thinwire\[{name}\]'"):
         getattr(tw, name)
 

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from thinwire.frames import Payload, decode, pack, unpack
     from thinwire.integrations import accelerate as accelerate
     from thinwire.integrations import deepspeed as deepspeed
+    from thinwire.integrations import flower as flower
     from thinwire.integrations import horovod as horovod
     from thinwire.integrations import lightning as lightning
     from thinwire.integrations import numpy as numpy
@@ -138,7 +139,8 @@ _SUBMODULES = (
 
 # Not in __all__: each needs its framework, or imports it.
 _INTEGRATIONS = (
-    *("accelerate", "deepspeed", "horovod", "lightning", "numpy", "torchft", "transformers"),
+    *("accelerate", "deepspeed", "flower", "horovod", "lightning", "numpy", "torchft"),
+    "transformers",
 )
 
 __all__ = [
