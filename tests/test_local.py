@@ -25,6 +25,7 @@ import thinwire as tw
 from thinwire.errors import PeerError, ThinwireWarning
 from thinwire.methods import LocalRecipe, parse
 from thinwire.parallel.local import PROGRESS
+from thinwire.parallel.noise import NoiseGain
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a new checkout compiles all kernels
 
@@ -798,6 +799,99 @@ def test_any_optimizer_can_be_the_outer_one() -> None:
     assert all(ranks.run(on_outer, ranks=2))
 
 
+# Gains
+
+
+def noisy(common: float, noise: float, size: int, exchanges: int = 200) -> list[float]:
+    """The gains that ranks measure whose gradients have so much in common, and so much not."""
+    shapes = {"matrix": (50, 30), "vector": (7,), "element": ()}
+    gain = NoiseGain(list(shapes), seed=3)
+    drawn = torch.Generator().manual_seed(0)
+    steady = {name: common * torch.randn(shape, generator=drawn) for name, shape in shapes.items()}
+    for step in range(exchanges):
+        sketches = []
+        for _ in range(size):
+            parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+            for name, p in parameters.items():
+                p.grad = steady[name] + noise * torch.randn(p.shape, generator=drawn)
+            sketches.append(gain.sketch(parameters, step))
+        gain.learn(torch.stack(sketches).mean(0))
+    return [gain.gain(name, size) for name in shapes]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize(("common", "noise"), [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 2.0)])
+def test_gains_are_the_roots_of_what_noise_adds(size: int, common: float, noise: float) -> None:
+    wanted = ((common**2 + noise**2) / (common**2 + noise**2 / size)) ** 0.5
+    found = noisy(common, noise, size)
+    assert all(1 <= gain <= size**0.5 for gain in found)
+    # The moving averages hold 8 sums of about 39 exchanges: each is right to a relative
+    # sqrt(2 / 312) = 8 %, the root of their ratio to less; three of those.
+    assert found[0] == pytest.approx(wanted, rel=0.24)
+
+
+def test_a_sketch_is_linear_and_its_squares_are_those_of_the_gradient() -> None:
+    p, q = torch.zeros(1000), torch.zeros(1000)
+    p.grad, q.grad = torch.randn(1000), torch.randn(1000)
+    both = torch.zeros(1000)
+    both.grad = p.grad + q.grad
+    gain = NoiseGain(["w"], seed=0)
+    squares = []
+    for step in range(400):
+        a, b, c = (gain.sketch({"w": each}, step)[0] for each in (p, q, both))
+        assert torch.allclose(a[:8] + b[:8], c[:8], atol=1e-4)
+        squares.append(float(a[8]))
+    # 3,200 squares, of which each has a relative deviation of sqrt(2): five times their mean's.
+    assert sum(squares) / 400 == pytest.approx(float(p.grad.square().sum()), rel=0.125)
+
+
+def test_gradients_that_are_not_finite_teach_nothing() -> None:
+    gain, p = NoiseGain(["w", "v"], seed=0), {"w": torch.zeros(9), "v": torch.zeros(9)}
+    p["w"].grad, p["v"].grad = torch.ones(9), torch.full((9,), torch.inf)
+    sketch = gain.sketch(p, 0)
+    assert torch.isfinite(sketch).all()
+    gain.learn(sketch)
+    gain.learn(torch.zeros(gain.shape))
+    assert [gain.gain(name, 4) for name in p] == [1.0, 1.0]
+
+
+def on_gain() -> dict[str, Any]:
+    """Common steps are the average of the ranks' times the gains before them."""
+    model = net()
+    steps_taken, optimizer = local(model, "none", adam(model), gain=True)
+    wrong = 0.0
+    for step in range(8):
+        start, gains, done = values(model), steps_taken.gains, {}
+
+        def note(*_: Any, into: Any = done) -> None:
+            into.update(values(model))
+
+        hook = optimizer.register_step_post_hook(note)
+        optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
+        go(model, optimizer, range(step, step + 1))
+        hook.remove()
+        for name, p in named(model).items():
+            moved = start[name] - done[name]
+            dist.all_reduce(moved)
+            common = start[name] - gains[name] * moved / dist.get_world_size()
+            wrong = max(wrong, float((common - p.detach()).abs().max()))
+    found = {"wrong": wrong, "gains": steps_taken.gains, "words": steps_taken.explain()}
+    found["scalar"] = steps_taken.scalars()["thinwire/gain"]
+    steps_taken.detach()
+    return found
+
+
+def test_common_steps_are_lengthened_by_what_was_measured() -> None:
+    one, other = ranks.run(on_gain, ranks=2)
+    assert one["gains"] == other["gains"]
+    for found in (one, other):
+        assert found["wrong"] < 1e-6
+        assert all(1 <= gain <= 2**0.5 for gain in found["gains"].values())
+        assert max(found["gains"].values()) > 1
+        assert "noisier than their mean" in found["words"]
+        assert 1 <= found["scalar"] <= 2**0.5
+
+
 # Checkpoints
 
 
@@ -807,6 +901,7 @@ CASES = {
     "update": ("adam-update:0.1,ramp=6", {}),
     "warm": ("post-local-sgd:3,warmup=4", {}),
     "kept": ("topk:0.1", {"every": 2, "keep": 0.5}),
+    "gained": ("adam-update:0.1,gain=true", {}),
 }
 
 
@@ -1058,6 +1153,8 @@ def on_refused() -> dict[str, str]:
         "mixing": lambda: tw.LocalSteps(model, sgd, every=4, mixing=1.0),
         "keep": lambda: tw.LocalSteps(model, sgd, "topk:0.1", keep=2.0),
         "keep overlap": lambda: tw.LocalSteps(model, sgd, "topk:0.1", every=4, overlap=1, keep=0.5),
+        "gain": lambda: tw.LocalSteps(model, sgd, gain=True),
+        "gain word": lambda: tw.LocalSteps(model, adam(model), gain="yes"),  # type: ignore[arg-type]
         "keep nothing": lambda: tw.LocalSteps(model, sgd, "topk:0.1", feedback="none", keep=0.5),
         "feedback": lambda: tw.LocalSteps(model, sgd, "sparseloco", feedback="none"),
         "exclude": lambda: tw.LocalSteps(model, sgd, exclude="x*"),
@@ -1099,6 +1196,8 @@ def test_what_cannot_work_is_refused_with_a_reason() -> None:
         "keep": "keep must be in [0, 1]",
         "keep overlap": "leave out overlap",
         "keep nothing": "remembers nothing of it",
+        "gain": "SGD does not: leave it out",
+        "gain word": "gain must be",
         "feedback": "feedback of its own",
         "exclude": "no parameter is named like",
         "attach": "tw.LocalSteps(model, optimizer, 'diloco')",

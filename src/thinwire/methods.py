@@ -140,6 +140,7 @@ class LocalRecipe(Recipe):
         overlap: steps that go on while an exchange is under way.
         mixing: share of the local parameters that stays when the common ones arrive.
         keep: share of what a rank has not sent yet that its own parameters have already.
+        gain: lengthen common steps by as much as the mean gradient has less noise than each rank's.
         average: "world" or "senders".
         min_numel: tensors with fewer elements, or fewer than two dimensions, are sent uncompressed;
             0 for none.
@@ -152,6 +153,7 @@ class LocalRecipe(Recipe):
     overlap: int = 0
     mixing: float = 0.0
     keep: float = 0.0
+    gain: bool = False
     average: str = "world"
     min_numel: int = 1024
 
@@ -162,6 +164,7 @@ class LocalRecipe(Recipe):
             raise ValueError(f"{self.name}: mixing must be in [0, 1), got {self.mixing!r}")
         if not check.is_whole(self.min_numel) or self.min_numel < 0:
             raise ValueError(f"min_numel must be a number of elements, got {self.min_numel!r}")
+        check.flag(self.name, "gain", self.gain)
         if not check.is_number(self.keep) or not 0 <= self.keep <= 1:
             raise ValueError(f"{self.name}: keep must be in [0, 1], got {self.keep!r}")
         if self.keep and self.overlap:
@@ -320,12 +323,14 @@ class AdamUpdate(NamedMethod):
         ramp: exchanges over which `ratio` falls from a half; 0 for none.
         keep: share of what a rank has not sent yet that its own parameters have already, so that
             its gradients are less stale.
+        gain: make up for Adam's shorter steps: each rank's gradients are noisier than their mean.
     """
 
     ratio: float = 0.01
     bits: int = 4
     ramp: int = 0
     keep: float = 0.5
+    gain: bool = False
     name: ClassVar[str] = "adam-update"
 
     def recipe(self) -> LocalRecipe:
@@ -335,7 +340,7 @@ class AdamUpdate(NamedMethod):
         if self.bits:
             compressor = compressor | Quantize(self.bits)
         policy = Ramp(self.ramp, compressor, start=0.5) if self.ramp else Fixed(compressor)
-        return LocalRecipe(str(self), policy, EF14(), keep=self.keep, min_numel=0)
+        return LocalRecipe(str(self), policy, EF14(), keep=self.keep, gain=self.gain, min_numel=0)
 
 
 def _differences(

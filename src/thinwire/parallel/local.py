@@ -5,7 +5,8 @@
                     Theta = outer(Theta, D)
                     theta = Theta, or a mixture of both
 
-With `keep`, a rank goes on from Theta - keep * e instead, e being what it has not sent yet.
+With `keep`, a rank goes on from Theta - keep * e instead, e being what it has not sent yet. With
+`gain`, differences are multiplied by a factor that is measured for each tensor (`noise.py`).
 
 Theta are the parameters that all ranks hold, theta those that a rank trains. What is exchanged is
 what the optimizer has done, so it needs to know nothing of compression. Rounds of one step are
@@ -14,6 +15,7 @@ has recipes of.
 """
 
 import logging
+import statistics
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,10 +48,12 @@ from thinwire.parallel.configuration import (
 )
 from thinwire.parallel.ddp import hook_of
 from thinwire.parallel.model import described, parameter_names
+from thinwire.parallel.noise import NoiseGain
+from thinwire.parallel.optimizers import KnownOptimizer
 from thinwire.parallel.plan import GRANULARITIES
 from thinwire.parallel.replicas import ReplicaCheck
 from thinwire.parallel.stats import Stats, stats_of
-from thinwire.policies.base import TensorInfo
+from thinwire.policies.base import OptimizerKind, TensorInfo
 from thinwire.policies.schedule import Warmup
 from thinwire.reducer.saved_state import required, states_to_load
 from thinwire.torch_internals import is_dtensor, is_fsdp1, uncompiled
@@ -59,10 +63,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("thinwire")
 PROGRESS = "(progress)"  # a tensor that says which ranks have worked, and which have finished
+NOISE = "(noise)"  # a tensor that the noise of gradients is measured with
 BUFFER = "(buffer) "  # before the name of a buffer
 LOCAL_KEYS = (
     *("inner_steps", "unsent", "skipped", "shared", "bases", "outer", "parameters"),
-    *("buffers", "common_buffers", "inner", "round"),
+    *("buffers", "common_buffers", "inner", "noise", "round"),
 )
 
 # Optimizers and DDP models that take local steps.
@@ -124,6 +129,10 @@ class LocalSteps(AveragingWire):
             already. Without it (0) a rank trains on parameters that lack what nobody has sent, of
             its own steps too. More makes its gradients less stale, and the ranks differ by their
             residuals.
+        gain: multiply what is averaged by how much larger ranks' gradients are than their mean,
+            measured for each tensor, at most sqrt(ranks). For Adam and its like, which divide by
+            the size of the gradients they see: those of one rank are noisier, and its steps
+            shorter, than those of an optimizer that sees the mean.
         average: "world" or "senders", as for `thinwire.Reducer`.
         feedback, collective, nodes, max_bytes, timeout, seed: as for `thinwire.attach`.
         granularity: "tensor" compresses each tensor by itself, "bucket" all that are exchanged
@@ -168,6 +177,7 @@ class LocalSteps(AveragingWire):
         overlap: int | None = None,
         mixing: float | None = None,
         keep: float | None = None,
+        gain: bool | None = None,
         average: str | None = None,
         feedback: Feedback | str = "auto",
         granularity: str = "tensor",
@@ -207,6 +217,7 @@ class LocalSteps(AveragingWire):
             "overlap": overlap,
             "mixing": mixing,
             "keep": keep,
+            "gain": gain,
             "average": average,
             "min_numel": min_numel,
         }
@@ -239,6 +250,10 @@ class LocalSteps(AveragingWire):
             )
         )
         _check_feedback(self._reducer.feedback, self._settings.keep)
+        self._noise: NoiseGain | None = None
+        if self._settings.gain:
+            _check_divides(self._optimizers)
+            self._noise = NoiseGain(list(self._live), seed)
         self._configuration.check_exclude(self._live, "parameter")
         if self._settings.warmup:
             self._warm_up()
@@ -271,7 +286,10 @@ class LocalSteps(AveragingWire):
         likes = {name: _like(p) for name, p in self._live.items()}
         for name, buffer in self._buffers.items():
             likes[BUFFER + name] = _like(buffer)
-        likes[PROGRESS] = torch.zeros(2, device=next(iter(self._live.values())).device)
+        device = next(iter(self._live.values())).device
+        likes[PROGRESS] = torch.zeros(2, device=device)
+        if self._noise is not None:
+            likes[NOISE] = torch.zeros(self._noise.shape, device=device)
         for name, like in likes.items():
             tensors.setdefault(name, TensorInfo(name, like.shape, like.dtype))
         self._learn_tensors(tensors, likes)
@@ -366,7 +384,8 @@ class LocalSteps(AveragingWire):
         settings = self._settings
         words = (
             f"every {settings.every}, {settings.fragments} fragments, overlap {settings.overlap}, "
-            f"mixing {settings.mixing:g}, keep {settings.keep:g}, {moved}"
+            f"mixing {settings.mixing:g}, keep {settings.keep:g}, "
+            f"gain {'measured' if settings.gain else 'none'}, {moved}"
         )
         return (("local steps", words),)
 
@@ -455,6 +474,8 @@ class LocalSteps(AveragingWire):
         which = range(len(self._fragments)) if warm else range(fragment, fragment + 1)
         progress = [float(any(self._unsent[i] for i in which)), float(finishing)]
         tensors[PROGRESS] = torch.tensor(progress, device=tensors[next(iter(tensors))].device)
+        if self._noise is not None:
+            tensors[NOISE] = self._noise.sketch(self._live, self.step)
         before = self._unsent
         self._unsent = [0 if i in which else steps for i, steps in enumerate(before)]
         overlap = 0 if warm or finishing else overlap
@@ -473,7 +494,18 @@ class LocalSteps(AveragingWire):
         base, own = self._bases.get(name, self._shared[name]), self._live[name].detach()
         if name not in self._differences:
             self._differences[name] = torch.empty_like(base)
-        return torch.sub(base, own, out=self._differences[name])
+        found = torch.sub(base, own, out=self._differences[name])
+        return found if self._noise is None else found.mul_(self._gain(name))
+
+    def _gain(self, name: str) -> float:
+        if self._noise is None:
+            return 1.0
+        return self._noise.gain(name, dist.get_world_size(self._reducer.options.group))
+
+    @property
+    def gains(self) -> dict[str, float]:
+        """By how much the common steps of each parameter are lengthened now; 1 without `gain`."""
+        return {name: self._gain(name) for name in self._live}
 
     def _land(self) -> None:
         """Wait for the exchange under way, and go on with what it came to."""
@@ -487,6 +519,8 @@ class LocalSteps(AveragingWire):
         size = dist.get_world_size(self._reducer.options.group)
         worked, finished = (round(float(x) * size) for x in landed.tensors[PROGRESS])
         self._all_finished = finished == size
+        if self._noise is not None and worked == size:
+            self._noise.learn(landed.tensors[NOISE])
         if not landed.finite:
             self._skip(landed)
             return
@@ -639,6 +673,12 @@ class LocalSteps(AveragingWire):
             words.append(f"and {settings.keep:.0%} of what it has not sent stays with each rank")
         if settings.average == "senders":
             words.append("over the ranks that sent each element")
+        if settings.gain:
+            found = self.gains.values()
+            words.append(
+                f"and multiplied by {min(found):.2f} to {max(found):.2f}, as the ranks' gradients "
+                "are noisier than their mean"
+            )
         outer = self._outer_given
         if not isinstance(outer, OuterSGD):
             words.append("and the outer optimizer that was given takes a step with it")
@@ -682,6 +722,11 @@ class LocalSteps(AveragingWire):
             "thinwire/inner_steps": float(found["inner_steps"]),
             "thinwire/bytes_per_inner_step": found["bytes_per_inner_step"],
             "thinwire/bytes_per_round": found["bytes_per_round"],
+            **(
+                {}
+                if self._noise is None
+                else {"thinwire/gain": statistics.median(self.gains.values())}
+            ),
         }
 
     # Checkpoints.
@@ -708,6 +753,7 @@ class LocalSteps(AveragingWire):
                 "buffers": {name: b.detach() for name, b in self._buffers.items()},
                 "common_buffers": dict(self._common_buffers),
                 "inner": [optimizer.state_dict() for optimizer in self._optimizers],
+                "noise": None if self._noise is None else self._noise.state(),
                 "round": None if self._round is None else self._round.state(),
             },
         }
@@ -753,6 +799,8 @@ class LocalSteps(AveragingWire):
                     self._common_buffers[name].copy_(buffer)
                 for optimizer, kept in zip(self.outer, first["outer"], strict=True):
                     optimizer.load_state_dict(kept)
+            if self._noise is not None:
+                self._noise.load(first["noise"])
             if first["round"] is not None:
                 self._round = Round.of(first["round"], self._live)
 
@@ -783,6 +831,12 @@ class LocalSteps(AveragingWire):
             sizes = [len(group["params"]) for group in kept["param_groups"]]
             if sizes != [len(group["params"]) for group in optimizer.param_groups]:
                 raise ValueError(f"{who}: the optimizer has other parameters than the saved one")
+        if (local["noise"] is None) != (self._noise is None):
+            raise ValueError(
+                f"{who}: the state is one {'with' if local['noise'] else 'without'} gain"
+            )
+        if self._noise is not None:
+            _check_alike(f"{who}: noise", local["noise"], self._noise.state())
         if local["round"] is not None:
             required(f"{who}: round", local["round"], ("tensors", "due", "fragment", "finite"))
 
@@ -992,6 +1046,16 @@ def _check_feedback(feedback: Feedback, keep: float) -> None:
             f"keep={keep:g} is about what is left out, and {feedback} remembers nothing of it: use "
             "'ef14'"
         )
+
+
+def _check_divides(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        known = KnownOptimizer.of(optimizer)
+        if known.kind is not OptimizerKind.ADAM_LIKE:
+            raise ValueError(
+                f"gain is for optimizers that divide by the size of gradients, like Adam, and "
+                f"{known.name} does not: leave it out"
+            )
 
 
 # The model.
