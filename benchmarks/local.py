@@ -33,8 +33,8 @@ from thinwire.machine import versions
 METHODS = (
     *("ddp", "adam-update:0.01", "local-sgd:12,compressor=(quantize:4)", "sparseloco:50"),
     *("sparseloco:15", "diloco:15", "diloco:50", "quantize:4", "powersgd:4", "demo"),
-    *("onebit-adam", "adam-update:0.019,keep=0.7", "local-sgd:4,compressor=(onebit)"),
-    *("streaming-diloco:48",),
+    *("onebit-adam", "adam-update:0.019,keep=0.7", "adam-update:0.019,keep=0.7,gain=true"),
+    *("local-sgd:4,compressor=(onebit)", "streaming-diloco:48"),
 )
 RATES = (0.5, 1.0, 2.0)  # times the workload's learning rate
 RATE = 3e-3  # the workload's
