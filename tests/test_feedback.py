@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from nets import raised
 from tensors import FLOATS, lay, normal, real_of, same
 from torch import Tensor
 
@@ -566,15 +567,6 @@ def law(function: Callable[[], None]) -> Callable[[], None]:
     """Register what holds on three ranks."""
     LAWS[function.__name__.removeprefix("on_")] = function
     return function
-
-
-def raised(call: Callable[[], object]) -> str:
-    """The error of a call, in words."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def total(x: Tensor) -> Tensor:

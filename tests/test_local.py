@@ -18,7 +18,19 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from nets import MIN, TIMEOUT, all_same, batch, digest, loss_of, named, net, plain, residuals
+from nets import (
+    MIN,
+    TIMEOUT,
+    all_same,
+    batch,
+    digest,
+    loss_of,
+    named,
+    net,
+    plain,
+    raised,
+    residuals,
+)
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -53,14 +65,6 @@ def go(model: Any, optimizer: Any, steps: range) -> None:
 
 def values(model: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in named(model).items()}
-
-
-def raised(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # Given gradients: what all ranks do can be computed in one place.

@@ -18,7 +18,19 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from nets import all_same, backward, digest, gradients, loss_of, named, net, plain, train, wired
+from nets import (
+    all_same,
+    backward,
+    digest,
+    gradients,
+    loss_of,
+    named,
+    net,
+    plain,
+    raised,
+    train,
+    wired,
+)
 from tensors import FLOATS, lay, normal, real_of, same
 from torch import Tensor, nn
 
@@ -327,15 +339,6 @@ def on_laws(size: int) -> dict[str, str]:
 @functools.cache
 def laws(size: int) -> list[dict[str, str]]:
     return ranks.run(on_laws, size, ranks=size, seconds=LONG)
-
-
-def raised(call: Callable[[], object]) -> str:
-    """The error of a call, in words."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def mine(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -5,14 +5,13 @@ compared here. What feedbacks and collectives do in a Reducer is in test_feedbac
 """
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from nets import MIN, TIMEOUT, all_same, alone, backward, gradients, wired
+from nets import MIN, TIMEOUT, all_same, alone, backward, gradients, raised, wired
 from tensors import normal
 from torch import Tensor, nn
 
@@ -38,14 +37,6 @@ def some(step: int, names: str = "abc") -> dict[str, Tensor]:
         )
         for name in names
     }
-
-
-def raised(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # The same as with DDP

@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from nets import raised
 from tensors import normal, same
 
 import thinwire as tw
@@ -106,16 +107,8 @@ def on_a_long_letter(length: int) -> str:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Link, "all_to_all_shorter", lying)
-            return _error(lambda: tw.all_reduce(normal(N), "topk:0.1", timeout=LIMIT))
-    return _error(lambda: tw.all_reduce(normal(N), "topk:0.1", timeout=LIMIT))
-
-
-def _error(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+            return raised(lambda: tw.all_reduce(normal(N), "topk:0.1", timeout=LIMIT))
+    return raised(lambda: tw.all_reduce(normal(N), "topk:0.1", timeout=LIMIT))
 
 
 @pytest.mark.parametrize("length", [1 << 40, -1, MOST_ROOM + 1])
