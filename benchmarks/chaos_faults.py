@@ -40,7 +40,10 @@ POINTS: dict[str, tuple[tuple[str, str], ...]] = {
     "exchange": ((EXCHANGE, "exchange"),),
     "finish": ((EXCHANGE, "finish"),),
     "meeting": (("thinwire.collectives.transport:Transport", "_meet"),),
-    "transfer": tuple((LINK, n) for n in ("all_gather", "all_to_all", "all_reduce", "broadcast")),
+    "transfer": tuple(
+        (LINK, n)
+        for n in ("all_gather", "all_to_all", "all_to_all_shorter", "all_reduce", "broadcast")
+    ),
     "encoding": (("thinwire.compressors:LocalCompressor", "draft"),),
     "decoding": (("thinwire.frames.code:Code", "open"),),
     "hook": (("thinwire.parallel.ddp:DDPHook", "__call__"),),

@@ -77,6 +77,8 @@ def rows_of(document: Document, rate: float) -> list[dict[str, Any]]:
     dense = 2 * (size - 1) / size * 4 * settings.parameters
     rows = []
     for method in document.methods:
+        if not method.runs:
+            raise SystemExit(f"{method.name} failed: {method.error}")
         sent = [run.bytes_reported / run.steps for run in method.runs if run.bytes_reported]
         rows.append(
             {

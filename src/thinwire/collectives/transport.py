@@ -353,7 +353,7 @@ class Transport:
     def summands(self, pools: dict[torch.dtype, Tensor]) -> Tensor | None:
         """The message to come along for a `sum` of these tensors, if they are small enough."""
         bytes_sent = (self.members.size - 1) * sum(pool.nbytes for pool in pools.values())
-        if bytes_sent > MOST_SUMMED or not SUMMED_IN.keys() >= pools.keys():
+        if not bytes_sent or bytes_sent > MOST_SUMMED or not SUMMED_IN.keys() >= pools.keys():
             return None
         return torch.cat([pool.view(torch.uint8) for pool in pools.values()])
 
