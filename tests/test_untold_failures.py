@@ -16,7 +16,7 @@ from tensors import normal, same
 
 import thinwire as tw
 from thinwire import torch_internals
-from thinwire.collectives import gather
+from thinwire.collectives import gather, watch
 from thinwire.collectives.channel import Channel, channel_of
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.options import Options
@@ -420,3 +420,20 @@ def test_gloos_refusal_leaves_the_group_usable():
 def on_a_refusal() -> tuple[str, str]:
     text = attempt(tw.all_reduce, torch.ones(4, dtype=torch.complex64), "none", op="max")
     return text, attempt(tw.all_reduce, torch.ones(4), "none")
+
+
+def test_a_channel_stays_until_what_it_left_behind_has_ended(monkeypatch):
+    """Nobody else may come who would destroy the connections of an operation that ends late."""
+
+    class Late:
+        looks = 0
+
+        def is_completed(self) -> bool:
+            self.looks += 1
+            return self.looks > 4
+
+    group, destroyed = object(), []
+    monkeypatch.setattr(watch, "_ending", [(group, Late())])
+    monkeypatch.setattr(torch_internals, "let_go", destroyed.append)
+    object.__new__(Channel)._linger()
+    assert destroyed == [group]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire import torch_internals
-from thinwire.collectives.connect import GivenUpError, Members, Pulse, join_all
+from thinwire.collectives.connect import LOOK, GivenUpError, Members, Pulse, join_all
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.link import Link
 from thinwire.collectives.options import Options
@@ -201,6 +201,13 @@ class Channel:
             self._preparer.shutdown()
         if self._link is not None:
             self._link.close(farewell=True)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Stay until operations that were left behind have ended, at the latest with their time
+        limits, so that their connections are destroyed; not while the interpreter ends."""
+        while reap() and not _exiting.wait(LOOK):
+            pass
 
     def _tidy_up(self) -> None:
         """Nothing is to do: close what nobody needs any more."""
@@ -282,6 +289,7 @@ _running: list[tuple[threading.Thread, weakref.ref[Channel]]] = []
 _channels: weakref.WeakKeyDictionary[Any, dict[str, Channel]]
 _channels = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
+_exiting = threading.Event()  # the interpreter ends
 
 
 def forget_ended() -> None:
@@ -377,6 +385,7 @@ def _exists(reference: "weakref.ref[Any]") -> bool:
 
 def _close_all() -> None:
     """A thread must not be inside torch when the interpreter goes."""
+    _exiting.set()
     for _, reference in _running:
         channel = reference()
         if channel is not None and channel.pid == os.getpid():

@@ -142,6 +142,7 @@ class PairChannel(Channel):
         if self._connecting is not None:
             self._connecting.abandon()
         self._hang_up(farewell=True)
+        self._linger()
 
     def _step(self) -> None:
         self._prepare_early()

@@ -152,10 +152,12 @@ def end(group: Any, pending: Any) -> None:
             _ending.append((group, pending))
 
 
-def reap() -> None:
-    """Destroy groups whose operations have ended since."""
+def reap() -> bool:
+    """Destroy groups whose operations have ended since; whether there are any left."""
     with _lock:
         ended = [each for each in _ending if each[1].is_completed()]
         _ending[:] = [each for each in _ending if not each[1].is_completed()]
+        left = bool(_ending)
     for group, _ in ended:
         torch_internals.let_go(group)
+    return left
