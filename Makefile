@@ -38,10 +38,10 @@ $(INTEGRATIONS)/.stamp: pyproject.toml constraints.txt
 	$(INTEGRATIONS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test-integrations]'
 	@touch $@
 
-test-integrations: $(INTEGRATIONS)/.stamp  ## Run the tests with real frameworks: Lightning, Accelerate, Trainer, DeepSpeed, Flower, Ray (ten minutes, once they are installed)
+test-integrations: $(INTEGRATIONS)/.stamp  ## Run the tests with real frameworks: Lightning, Accelerate, Trainer, DeepSpeed, Flower, Ray (five minutes, once they are installed)
 	$(INTEGRATIONS)/bin/python -m pytest -n 2 --dist loadfile tests/integrations
 
-test-integrations-quick: $(INTEGRATIONS)/.stamp  ## Run those of them that CI runs (three minutes, once the frameworks are installed)
+test-integrations-quick: $(INTEGRATIONS)/.stamp  ## Run those of them that CI runs (two minutes, once the frameworks are installed)
 	$(INTEGRATIONS)/bin/python -m pytest -n 2 --dist loadfile -m 'not slow' tests/integrations
 
 test-thorough: setup  ## A thousand examples of every property, a million damaged frames (20 minutes)
