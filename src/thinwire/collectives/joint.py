@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thinwire.collectives.algorithm import Algorithm
 from thinwire.collectives.reduction import Part
+from thinwire.collectives.summable import pooled
 from thinwire.collectives.transport import Transport
 from thinwire.compressors.joint import JointCompressor, Seen
 
@@ -41,7 +42,7 @@ class JointSearch(Algorithm):
         self.finite = all(part.finite for part in parts)
 
     def exchange(self, transport: Transport) -> None:
-        pools = _pooled(self._wanted)
+        pools = pooled(self._wanted)
         along = transport.summands(pools) if self.finite else None
         records = transport.meet([not self.finite], along=along)
         self.finite = not any(record.numbers[0] for record in records)
@@ -55,7 +56,7 @@ class JointSearch(Algorithm):
                 break
             with transport.preparing():
                 wanted = self._search.send(means[:count])
-                pools = _pooled(wanted)
+                pools = pooled(wanted)
             records = transport.meet(along=transport.summands(pools))
             means = self._means(transport.sum(pools, records), wanted)
         self.finite = _all_finite(means)  # or too large to be multiplied; all ranks see the same
@@ -117,11 +118,3 @@ def _view(part: Part, compressor: JointCompressor, recall: dict[str, Tensor]) ->
 
 def _all_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-
-
-def _pooled(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
-    """Copies of the tensors, those of one type in one piece."""
-    return {
-        dtype: torch.cat([t.reshape(-1) for t in tensors if t.dtype == dtype])
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
-    }

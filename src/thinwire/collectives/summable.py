@@ -29,7 +29,7 @@ class BackendSum(PayloadAlgorithm):
     def prepare(self) -> None:
         self._payloads = [part.draft(self.compressor) for part in self.reduction.parts]
         self.finite = not any(payload.non_finite for payload in self._payloads)
-        self._pools = _pooled([_values(p) for p in self._payloads]) if self.finite else {}
+        self._pools = pooled([_values(p) for p in self._payloads]) if self.finite else {}
         self._peak = _peak(self._pools.get(torch.float16))
         self._shrink = 1.0
 
@@ -87,7 +87,7 @@ class UncompressedSum(Algorithm):
         if len(parts) == 1:
             pools = {parts[0].x.dtype: transport.link.scratch(parts[0].x).copy_(parts[0].x)}
         else:
-            pools = _pooled([part.x for part in parts])
+            pools = pooled([part.x for part in parts])
         for dtype, pool in pools.items():
             first, _ = _weights(dtype, self.weight)
             if first != 1:
@@ -113,16 +113,16 @@ def _values(payload: Payload) -> Tensor:
     return values
 
 
-def _pooled(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
+def pooled(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
     """Copies of the tensors, those of one type in one piece."""
     pools: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        pools.setdefault(tensor.dtype, []).append(tensor)
+        pools.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
     return {dtype: torch.cat(pool) for dtype, pool in pools.items()}
 
 
 def _unpooled(pools: dict[torch.dtype, Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """The stretch of each tensor in what `_pooled` put together."""
+    """The stretch of each tensor in what `pooled` put together."""
     rest, found = dict(pools), []
     for tensor in like:
         own, rest[tensor.dtype] = rest[tensor.dtype].tensor_split([tensor.numel()])
