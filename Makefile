@@ -5,7 +5,7 @@ STAMP := $(VENV)/.stamp
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-integrations test-integrations-quick test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-federated bench-policies bench-compare chaos soak clean clean-kernels
+.PHONY: help setup test test-slow test-integrations test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-federated bench-policies bench-compare chaos soak clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,8 +41,6 @@ $(INTEGRATIONS)/.stamp: pyproject.toml constraints.txt
 test-integrations: $(INTEGRATIONS)/.stamp  ## Run the tests with real frameworks: Lightning, Accelerate, Trainer, DeepSpeed, Flower, Ray (five minutes, once they are installed)
 	$(INTEGRATIONS)/bin/python -m pytest -n 2 --dist loadfile tests/integrations
 
-test-integrations-quick: $(INTEGRATIONS)/.stamp  ## Run those of them that CI runs (two minutes, once the frameworks are installed)
-	$(INTEGRATIONS)/bin/python -m pytest -n 2 --dist loadfile -m 'not slow' tests/integrations
 
 test-thorough: setup  ## A thousand examples of every property, a million damaged frames (20 minutes)
 	$(VENV)/bin/python benchmarks/fuzz.py --frames 1000000

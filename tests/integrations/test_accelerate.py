@@ -7,7 +7,7 @@ pytest.importorskip("accelerate", reason="make test-integrations brings the fram
 PROGRAM = "accelerate_training.py"
 
 
-@pytest.mark.parametrize("mode", ["handler", pytest.param("attach", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["handler", "attach"])
 def test_training_goes_on_bit_for_bit(mode, tmp_path):
     whole = torchrun(PROGRAM, tmp_path, mode)
     assert whole["steps"] == 8
@@ -18,7 +18,6 @@ def test_training_goes_on_bit_for_bit(mode, tmp_path):
     assert resumed["steps"] == 8
 
 
-@pytest.mark.slow
 def test_accumulated_gradients_are_exchanged_once(tmp_path):
     assert torchrun(PROGRAM, tmp_path, "accumulate")["steps"] == 8
 

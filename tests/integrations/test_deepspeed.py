@@ -52,7 +52,6 @@ def test_accumulation_and_clipping_do_something(averages):
         assert averages[name]["weights"]["None"] != plain
 
 
-@pytest.mark.slow
 def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path):
     for kind, found in torchrun(PROGRAM, tmp_path, "overflow").items():
         assert found["unchanged"], kind
@@ -63,7 +62,6 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path):
         assert found["skipped"] == (0 if kind == "autocast" else 1)  # GradScaler tells nobody
 
 
-@pytest.mark.slow
 def test_training_goes_on_bit_for_bit(tmp_path):
     found = torchrun(PROGRAM, tmp_path, "checkpoints")
     assert found["resumed"] == found["whole"][3:]
@@ -92,7 +90,6 @@ def test_what_cannot_be_is_refused_with_what_to_do(tmp_path):
     assert "a pipeline engine" in found["pipeline"]
 
 
-@pytest.mark.slow
 def test_local_steps_and_exchanging_optimizers_work_with_an_engine(tmp_path):
     found = torchrun(PROGRAM, tmp_path, "others")
     assert (found["inner steps"], found["exchanges"]) == (6, 3)  # every third, and at the end
@@ -100,7 +97,6 @@ def test_local_steps_and_exchanging_optimizers_work_with_an_engine(tmp_path):
         assert found[name]["equal"], f"{name} goes on bit for bit"
 
 
-@pytest.mark.slow
 def test_the_page_for_users_of_one_bit_optimizers_runs(tmp_path):
     found = torchrun(PROGRAM, tmp_path, "documented")
     assert found["blocks"] == 3
@@ -108,12 +104,10 @@ def test_the_page_for_users_of_one_bit_optimizers_runs(tmp_path):
     assert "OneBitAdam is not a supported DeepSpeed Optimizer" in found["error"]
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path):
     assert torchrun(PROGRAM, tmp_path, "killed")["error"].startswith("PeerError")
 
 
-@pytest.mark.slow
 def test_one_process_gets_a_warning(tmp_path):
     found = torchrun(PROGRAM, tmp_path, "alone", ranks=1)
     assert found["sent"] == 0

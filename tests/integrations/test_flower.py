@@ -774,7 +774,6 @@ def expected_outcome() -> dict:
     return json.loads(json.dumps(found))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 60)
 def test_a_simulation_gives_what_the_apps_give_here(tmp_path, environment):
     with program(tmp_path, environment, sys.executable, PROGRAM) as simulation:
@@ -811,7 +810,6 @@ clientapp = "flower_training:client_app"
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 120)
 def test_a_deployment_on_loopback_gives_what_the_apps_give_here(tmp_path, environment):
     """A SuperLink and three SuperNodes, each of which keeps the state of its client."""

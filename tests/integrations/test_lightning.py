@@ -26,7 +26,6 @@ def test_training_goes_on_bit_for_bit_and_figures_are_logged(plain, tmp_path):
     assert resumed["steps"] == 8
 
 
-@pytest.mark.slow
 def test_accumulation_and_manual_optimisation_exchange_once_for_each_step(tmp_path):
     accumulated = torchrun(PROGRAM, tmp_path, "accumulate")
     assert (accumulated["error"], accumulated["steps"]) == ("", 4)
@@ -35,7 +34,6 @@ def test_accumulation_and_manual_optimisation_exchange_once_for_each_step(tmp_pa
     assert (manual["error"], manual["steps"]) == ("", 8)
 
 
-@pytest.mark.slow
 def test_sharded_models_are_compressed_and_go_on_bit_for_bit(tmp_path):
     whole = torchrun(PROGRAM, tmp_path, "fsdp")
     assert (whole["error"], whole["steps"]) == ("", 8)
@@ -45,7 +43,6 @@ def test_sharded_models_are_compressed_and_go_on_bit_for_bit(tmp_path):
     assert resumed["weights"] == whole["weights"]
 
 
-@pytest.mark.slow
 def test_local_steps_end_with_the_same_parameters_and_go_on(tmp_path):
     whole = torchrun(PROGRAM, tmp_path, "local")
     assert whole["error"] == ""

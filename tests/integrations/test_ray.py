@@ -7,7 +7,6 @@ pytest.importorskip("ray.train.torch", reason="pip install 'ray[train]'")
 pytestmark = pytest.mark.timeout(420)
 
 
-@pytest.mark.slow
 def test_workers_train_alike_and_a_failed_run_goes_on_bit_for_bit(tmp_path):
     found = python("ray_training.py", tmp_path)
     whole, other = found["whole"]

@@ -11,7 +11,6 @@ pytest.importorskip("torchft", reason="pip install torchft-nightly")
 pytestmark = pytest.mark.timeout(420)
 
 
-@pytest.mark.slow
 def test_replicas_that_are_left_go_on_with_the_same_weights(tmp_path):
     first, second, killed = python("torchft_training.py", tmp_path)["replicas"]
     assert killed is None

@@ -10,7 +10,6 @@ from programs import torchrun
 pytest.importorskip("torchtitan.models.llama3", reason="pip install torchtitan")
 
 
-@pytest.mark.slow
 def test_the_model_that_torchtitan_makes_is_compressed():
     found = torchrun("torchtitan_training.py")
     assert found["steps"] == 5

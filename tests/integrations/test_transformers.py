@@ -17,13 +17,11 @@ def test_training_goes_on_bit_for_bit_and_the_log_has_figures(tmp_path):
     assert resumed["steps"] == 8
 
 
-@pytest.mark.slow
 def test_local_steps(tmp_path):
     found = torchrun(PROGRAM, tmp_path, "local")
     assert found["steps"] == 5  # after every two of eight steps, and at the end
 
 
-@pytest.mark.slow
 def test_settings_of_the_trainer_and_wrong_use(tmp_path):
     found = torchrun("transformers_checks.py", tmp_path)
     settings = found["settings"]
