@@ -41,7 +41,6 @@ $(INTEGRATIONS)/.stamp: pyproject.toml constraints.txt
 test-integrations: $(INTEGRATIONS)/.stamp  ## Run the tests with real frameworks: Lightning, Accelerate, Trainer, DeepSpeed, Flower, Ray (five minutes, once they are installed)
 	$(INTEGRATIONS)/bin/python -m pytest -n 2 --dist loadfile tests/integrations
 
-
 test-thorough: setup  ## A thousand examples of every property, a million damaged frames (20 minutes)
 	$(VENV)/bin/python benchmarks/fuzz.py --frames 1000000
 	$(VENV)/bin/python -m pytest -v -m hypothesis --hypothesis-profile=thorough
