@@ -41,6 +41,8 @@ ROOM, MOST_ROOM, LEAST_ROOM = 1 << 19, 1 << 17, 1 << 12
 # ring all-reduce sends, in one hop instead of 2 (P - 1). 32 KiB take as long as a hop of 0.25 ms
 # at 1 Gbit/s, of 25 ms at 10 Mbit/s.
 MOST_SUMMED = 1 << 15
+# Bytes from which a message is long: less passes while two ranks wait for each other anyway.
+LONG = 1 << 17
 # What gloo adds up, and in what type we do.
 SUMMED_IN = {
     torch.float64: torch.float64,
@@ -325,6 +327,13 @@ class Transport:
         came = self._came_along(records, lengths)
         if came is not None:
             return came
+        if self.members.size == 2 and self.link.takes_shorter:  # a ring of two is both ways in one
+            nothing, me = message[:0], self.members.index
+            others = [0 if j == me else n for j, n in enumerate(lengths)]
+            messages = [nothing if j == me else message for j in range(2)]
+            both = self.swap(messages, others, longest=max(lengths))
+            both[me] = message
+            return both
         slot = aligned(max(lengths))
         with self.clock("network"):
             buffer = padded(message, slot).to(self._transfer_device)
@@ -336,9 +345,15 @@ class Transport:
         messages: Sequence[Tensor],
         lengths: Sequence[int],
         records: Sequence[Record] = (),
+        longest: int = 0,
     ) -> list[Tensor]:
         """messages[j] to member j; returns what each sent here, of the agreed lengths; what came
-        along with records is not sent again."""
+        along with records is not sent again.
+
+        Args:
+            longest: bytes of the longest message between any two members, where all know that and
+                nobody sends to itself: long ones then go both ways at the same time.
+        """
         came = self._came_along(records, lengths)
         if came is not None:
             return came
@@ -346,7 +361,9 @@ class Transport:
         received = [aligned(length) for length in lengths]
         with self.clock("network"):
             outgoing = joined(messages, sent, self._transfer_device)
-            table = self.link.all_to_all(outgoing, sent, received, self._limit)
+            both_ways = longest >= LONG and self.link.takes_shorter
+            move = self.link.all_to_all_both_ways if both_ways else self.link.all_to_all
+            table = move(outgoing, sent, received, self._limit)
             slots = torch.split(table.to(self.device), received)
         return [slot[:length] for slot, length in zip(slots, lengths, strict=True)]
 

@@ -117,7 +117,8 @@ class ShardSwap:
         most = max_shard_bytes(self._shards, self._compressor)
         transport.checked_words(LENGTH, records, most)
         lengths = [record.words[self._rank] for record in records]
-        received = transport.swap(self._messages, lengths, records)
+        longest = max(length for record in records for length in record.words)
+        received = transport.swap(self._messages, lengths, records, longest)
         self._messages = []
         self._received = [message for j, message in enumerate(received) if j != self._rank]
         self.finite = not any(record.numbers[0] for record in records)
