@@ -12,6 +12,7 @@ sits inside torch when the interpreter ends takes the process down with a crash.
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -139,33 +140,66 @@ class Link:
         own. So what goes up, to members of higher numbers, and what goes down have connections of
         their own (docs/decisions/0025).
         """
+        out = outgoing.new_empty(sum(received))
+        width, others = outgoing.dtype.itemsize, self.members.size - 1
+        self._count(width * sum(sent), width * sum(received), 2 * others)
+        self._finish(limit, *self._post_both_ways(out, outgoing, received, sent, limit))
+        return out
+
+    def start_all_to_all(
+        self,
+        outgoing: Tensor,
+        sent: Sequence[int],
+        rooms: Sequence[int],
+        head: int,
+        limit: timedelta,
+    ) -> "Transfer":
+        """The same, without waiting: rooms[j] bytes for what member j sends, which may be less. Of
+        these, `head` are zero before anything comes. `note_received` counts what did."""
+        out = outgoing.new_empty(sum(rooms))
+        rows = list(torch.split(out, list(rooms)))
+        for row in rows:
+            row[:head].zero_()
+        self._count(sum(sent), 0, 2 * (self.members.size - 1))
+        return Transfer(self, limit, rows, self._post_both_ways(out, outgoing, rooms, sent, limit))
+
+    def start_all_gather(self, mine: Tensor, limit: timedelta) -> "Transfer":
+        """All members' tensors of one length, without waiting, on connections of their own."""
+        lane, size = self.beside("ring", limit), self.members.size
+        out = mine.new_empty(size * mine.numel())
+        moved = (size - 1) * mine.nbytes
+        self._count(moved, moved, 2 * (size - 1))
+        group = lane._open_group()
+        posted = Posted(group, torch_internals.all_gather(group, out, mine, limit))
+        return Transfer(self, limit, list(out.view(size, -1)), (posted,))
+
+    def _post_both_ways(
+        self,
+        out: Tensor,
+        outgoing: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        limit: timedelta,
+    ) -> tuple[Posted, Posted]:
         size, me = self.members.size, self.members.index
         assert not sent[me] + received[me]
         down = self.beside("down", limit)
-        out = outgoing.new_empty(sum(received))
-        width = outgoing.dtype.itemsize
-        self._count(width * sum(sent), width * sum(received), 2 * (size - 1))
         higher, lower = [j > me for j in range(size)], [j < me for j in range(size)]
-        from_lower = sum(received[:me])
-        to_lower = sum(sent[:me])
-        self._finish(
+        from_lower, to_lower = sum(received[:me]), sum(sent[:me])
+        up = self._post_all_to_all(
+            out[:from_lower],
+            outgoing[to_lower:],
+            _where(lower, received),
+            _where(higher, sent),
             limit,
-            self._post_all_to_all(
-                out[:from_lower],
-                outgoing[to_lower:],
-                _where(lower, received),
-                _where(higher, sent),
-                limit,
-            ),
-            down._post_all_to_all(
-                out[from_lower:],
-                outgoing[:to_lower],
-                _where(higher, received),
-                _where(lower, sent),
-                limit,
-            ),
         )
-        return out
+        return up, down._post_all_to_all(
+            out[from_lower:],
+            outgoing[:to_lower],
+            _where(higher, received),
+            _where(lower, sent),
+            limit,
+        )
 
     def _post_all_to_all(
         self,
@@ -365,6 +399,50 @@ class Link:
             raise GivenUpError
         if self._alarmed():
             raise PeerError(self._reason("a process has ended", limit))
+
+
+class Transfer:
+    """Messages under way.
+
+    Args:
+        link: whose connections carry them.
+        limit: how long to wait for them.
+        rows: where those of each member arrive.
+        posted: the operations.
+    """
+
+    def __init__(
+        self, link: Link, limit: timedelta, rows: list[Tensor], posted: tuple[Posted, ...]
+    ) -> None:
+        self._link, self._limit, self._rows, self._posted = link, limit, rows, posted
+        self._begun, self._arrived = time.perf_counter(), 0.0
+
+    def wait(self) -> list[Tensor]:
+        """What has come, when all of it has."""
+        self.look()
+        self._link._finish(self._limit, *self._taken())
+        self._arrived = self._arrived or time.perf_counter()
+        return self._rows
+
+    def look(self) -> None:
+        """Note the time if all has come."""
+        if not self._arrived and all(pending.is_completed() for _, pending in self._posted):
+            self._arrived = time.perf_counter()
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """From when to when it was under way, as far as somebody looked; after `wait`."""
+        return self._begun, self._arrived
+
+    def leave(self) -> None:
+        """Nobody waits for it any more."""
+        for group, pending in self._taken():
+            if not pending.is_completed():
+                end(group, pending)
+
+    def _taken(self) -> tuple[Posted, ...]:
+        posted, self._posted = self._posted, ()
+        return posted
 
 
 def _is_loss(error: RuntimeError) -> bool:

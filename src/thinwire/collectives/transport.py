@@ -93,7 +93,7 @@ class Transport:
         self.members = link.members
         self.account = account
         self.device = device
-        self._limit = limit
+        self.limit = limit
         self._call = call
         # gloo and MPI move memory of the host, others that of the device.
         on_host = self.members.backend.name in ("gloo", "mpi")
@@ -207,7 +207,7 @@ class Transport:
                 table, found = self._send_records(record, messages)
             else:
                 mine = torch.tensor(record, dtype=torch.int64, device=self._transfer_device)
-                table = self.link.all_gather(mine, self._limit).view(size, -1).tolist()
+                table = self.link.all_gather(mine, self.limit).view(size, -1).tolist()
                 found = [None] * size
         failed = [bool(row[2] & FAILED) for row in table]
         if any(failed) or any(row[:2] != table[0][:2] for row in table):
@@ -253,9 +253,7 @@ class Transport:
         lengths = [each.numel() for each in letters]
         lengths.insert(me, 0)
         outgoing = letters[0] if size == 2 else torch.cat(letters)
-        rows = self.link.all_to_all_shorter(
-            outgoing, lengths, begin + self.room, begin, self._limit
-        )
+        rows = self.link.all_to_all_shorter(outgoing, lengths, begin + self.room, begin, self.limit)
         heads = rows[:, : 8 * len(record)].contiguous().view(torch.int64).tolist()
         found: list[Tensor | None] = []
         for rank, head, row in zip(self.members.others, heads, rows, strict=True):
@@ -290,7 +288,7 @@ class Transport:
         slot = torch.zeros(max(lengths), dtype=torch.uint8)
         if text:
             slot[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        table = self.link.all_gather(slot.to(self._transfer_device), self._limit).cpu()
+        table = self.link.all_gather(slot.to(self._transfer_device), self.limit).cpu()
         rows = table.view(len(lengths), -1)
         texts = [
             bytes(row[:length].numpy()).decode(errors="replace")
@@ -337,7 +335,7 @@ class Transport:
         slot = aligned(max(lengths))
         with self.clock("network"):
             buffer = padded(message, slot).to(self._transfer_device)
-            table = self.link.all_gather(buffer, self._limit).to(self.device)
+            table = self.link.all_gather(buffer, self.limit).to(self.device)
         return [table[i * slot : i * slot + n] for i, n in enumerate(lengths)]
 
     def swap(
@@ -363,7 +361,7 @@ class Transport:
             outgoing = joined(messages, sent, self._transfer_device)
             both_ways = longest >= LONG and self.link.takes_shorter
             move = self.link.all_to_all_both_ways if both_ways else self.link.all_to_all
-            table = move(outgoing, sent, received, self._limit)
+            table = move(outgoing, sent, received, self.limit)
             slots = torch.split(table.to(self.device), received)
         return [slot[:length] for slot, length in zip(slots, lengths, strict=True)]
 
@@ -398,7 +396,7 @@ class Transport:
         """The backend's reduction; the tensor's memory may be used for the result."""
         with self.clock("network"):
             buffer = tensor.to(self._transfer_device)
-            self.link.all_reduce(buffer, op, self._limit)
+            self.link.all_reduce(buffer, op, self.limit)
             return buffer.to(self.device)
 
     def broadcast(
@@ -414,7 +412,7 @@ class Transport:
                 buffer = torch.empty(length, dtype=torch.uint8, device=self._transfer_device)
             else:
                 buffer = message.to(self._transfer_device)
-            self.link.broadcast(buffer, root, self._limit)
+            self.link.broadcast(buffer, root, self.limit)
             return buffer.to(self.device)
 
 
@@ -430,8 +428,8 @@ class SubgroupTransport(Transport):
     """
 
     def __init__(self, whole: Transport, places: tuple[int, ...]) -> None:
-        link = whole.link.subgroup(places, whole._limit)
-        super().__init__(link, whole._limit, whole._call, whole.account, whole.device)
+        link = whole.link.subgroup(places, whole.limit)
+        super().__init__(link, whole.limit, whole._call, whole.account, whole.device)
         self._whole, self._places = whole, places
 
     def _refuse(self, error: PeerError) -> None:
