@@ -6,7 +6,6 @@ All of it is arithmetic on lists; nothing here measures or runs.
 import math
 import statistics
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from thinwire.compare.counters import FULL
@@ -27,7 +26,7 @@ from thinwire.compare.place import rate_of
 from thinwire.compare.rank import RankRecord
 from thinwire.compare.settings import PARALLELISMS, distance_in_words
 from thinwire.formatting import in_words, show_number, show_ratio, show_seconds
-from thinwire.machine import machine, versions
+from thinwire.machine import machine
 
 if TYPE_CHECKING:
     from thinwire.compare.run import Comparison, Outcome
@@ -44,9 +43,9 @@ def document_of(comparison: "Comparison", command: str, interrupted: bool) -> Do
     slowest = min(map(rate_of, settings.links)) if comparison.projected else None
     outcomes = list(comparison.outcomes.values())
     document = Document(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=comparison.date,
         machine=machine()._asdict(),
-        versions=versions(),
+        versions=comparison.versions,
         notes=comparison.notes,
         settings=DocumentSettings(
             workload=settings.workload,

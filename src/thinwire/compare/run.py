@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +26,7 @@ from thinwire.compare.settings import (
 )
 from thinwire.formatting import show_bytes, show_seconds
 from thinwire.lab import Cluster, HostFailedError, Lab, Result, why_not
-from thinwire.machine import busy
+from thinwire.machine import busy, versions
 
 if TYPE_CHECKING:
     from thinwire.compare.document import Document
@@ -87,6 +88,9 @@ class Comparison:
         except ValueError as error:
             raise ComparisonSettingError(str(error)) from None
         self.notes: list[str] = []
+        # As the run begins: by its end somebody may have committed or installed something else.
+        self.date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.versions = versions()
         self.projected = settings.project
         # As they were asked for, baselines first.
         self.outcomes = {method.name: Outcome(method) for method in self.methods}
