@@ -25,13 +25,11 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
-suppress_warnings = ["config.cache"]
+highlight_language = "text"  # of blocks that name none
 
 # A page called README.md is the first page of its folder, in a checkout and on the site.
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
-# Formulas are set as plain text: no font or script has to be fetched to read one.
-math_number_all = False
 
 html_theme = "furo"
 html_title = "thinwire"
@@ -47,7 +45,6 @@ copybutton_prompt_is_regexp = True
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures stay short; arguments are described in words
-autodoc_class_signature = "separated"
 autodoc_preserve_defaults = True
 napoleon_use_rtype = False
 napoleon_use_ivar = True

@@ -23,7 +23,7 @@ from thinwire.compare.document import (
     TrainingRun,
 )
 from thinwire.compare.place import rate_of
-from thinwire.compare.rank import RankRecord
+from thinwire.compare.rank import RankRecord, typical_step
 from thinwire.compare.settings import PARALLELISMS, distance_in_words
 from thinwire.formatting import in_words, show_number, show_ratio, show_seconds
 from thinwire.machine import machine
@@ -40,7 +40,6 @@ _WORTH = 1.1  # times faster: less is noise
 def document_of(comparison: "Comparison", command: str, interrupted: bool) -> Document:
     """The document. `thinwire.report` draws it."""
     settings = comparison.settings
-    slowest = min(map(rate_of, settings.links)) if comparison.projected else None
     outcomes = list(comparison.outcomes.values())
     document = Document(
         date=comparison.date,
@@ -69,7 +68,7 @@ def document_of(comparison: "Comparison", command: str, interrupted: bool) -> Do
             command=command,
         ),
         baseline=settings.parallel,
-        methods=[_result(outcome, slowest) for outcome in outcomes],
+        methods=[_result(outcome, comparison.slowest) for outcome in outcomes],
         interrupted=interrupted,
     )
     summarise(document)
@@ -85,6 +84,7 @@ def _result(outcome: "Outcome", slowest: int | None) -> MethodResult:
         title=outcome.method.title,
         kind=outcome.method.kind,
         error=outcome.error,
+        output=outcome.output,
         diverged=any(map(has_diverged, runs)),
         runs=runs,
     )
@@ -115,9 +115,6 @@ def run_of(seed: int, ranks: list[RankRecord], slowest: int | None) -> TrainingR
         for step, value in first.evaluations
         if 0 < step <= steps
     ]
-    durations = [b - a for a, b in zip([0.0, *seconds], seconds, strict=False)]
-    # The median of steps of which most exchange nothing would leave the exchanges out.
-    typical = statistics.fmean if first.in_rounds else statistics.median
     reported = [rank.reported for rank in ranks if rank.reported is not None]
     return TrainingRun(
         seed=seed,
@@ -128,7 +125,7 @@ def run_of(seed: int, ranks: list[RankRecord], slowest: int | None) -> TrainingR
         evaluations=evaluations,
         final_loss=trailing(losses)[-1] if all(map(math.isfinite, losses)) else None,
         final_metric=evaluations[-1].value if evaluations else None,
-        step_seconds=typical(durations),
+        step_seconds=typical_step(seconds, first.in_rounds),
         split=_split(ranks, seconds[-1] / steps, network[-1] / steps),
         bytes_counted=round(sent[-1]),
         bytes_reported=round(statistics.fmean(reported)) if len(reported) == len(ranks) else None,
