@@ -225,6 +225,7 @@ def test_projected_times_are_those_of_the_bytes_on_the_link():
     assert run.seconds == pytest.approx([1 + network, 2 + 2 * network], abs=1e-4)
     assert run.split.network == pytest.approx(0.4 + network)
     assert run.step_seconds == pytest.approx(1 + network, abs=1e-4)
+    assert run.split.whole == pytest.approx(run.step_seconds)
 
 
 def test_steps_of_which_only_some_exchange_count_as_their_mean():

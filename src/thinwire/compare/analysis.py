@@ -115,6 +115,7 @@ def run_of(seed: int, ranks: list[RankRecord], slowest: int | None) -> TrainingR
         for step, value in first.evaluations
         if 0 < step <= steps
     ]
+    typical = typical_step(seconds, first.in_rounds)
     reported = [rank.reported for rank in ranks if rank.reported is not None]
     return TrainingRun(
         seed=seed,
@@ -125,8 +126,8 @@ def run_of(seed: int, ranks: list[RankRecord], slowest: int | None) -> TrainingR
         evaluations=evaluations,
         final_loss=trailing(losses)[-1] if all(map(math.isfinite, losses)) else None,
         final_metric=evaluations[-1].value if evaluations else None,
-        step_seconds=typical_step(seconds, first.in_rounds),
-        split=_split(ranks, seconds[-1] / steps, network[-1] / steps),
+        step_seconds=typical,
+        split=_split(ranks, seconds[-1] / steps, network[-1] / steps, typical),
         bytes_counted=round(sent[-1]),
         bytes_reported=round(statistics.fmean(reported)) if len(reported) == len(ranks) else None,
         tensors=[_tensor(row) for row in first.tensors],
@@ -142,8 +143,11 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _split(ranks: list[RankRecord], step: float, network: float) -> StepSplit:
-    """The seconds of a step. What backward did not hide is divided as the exchanges' own time."""
+def _split(ranks: list[RankRecord], step: float, network: float, typical: float) -> StepSplit:
+    """The seconds of a typical step, divided as those of all steps are on average.
+
+    What backward did not hide is divided as the exchanges' own time.
+    """
     exposed = min(step - network, statistics.fmean(rank.exposed for rank in ranks))
     encode, talk, decode = (
         statistics.fmean(rank.inside.get(kind, 0.0) for rank in ranks)
@@ -152,11 +156,12 @@ def _split(ranks: list[RankRecord], step: float, network: float) -> StepSplit:
     whole = encode + talk + decode
     if not whole:
         talk = whole = 1.0
+    scale = typical / step if step else 1.0
     return StepSplit(
-        compute=step - network - exposed,
-        encode=exposed * encode / whole,
-        network=exposed * talk / whole + network,
-        decode=exposed * decode / whole,
+        compute=scale * (step - network - exposed),
+        encode=scale * exposed * encode / whole,
+        network=scale * (exposed * talk / whole + network),
+        decode=scale * exposed * decode / whole,
     )
 
 

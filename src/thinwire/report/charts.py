@@ -133,7 +133,7 @@ def _split(document: Document, share: bool) -> Picture | str:
     if share:
         text = f"The same in percent; parts below {100 * LEGIBLE:.0f} % bear no number."
         return Picture("step-share", "Share of each part of a step", text, height, draw)
-    text = "Mean over steps and seeds; the number is the whole step."
+    text = "A typical step, as in the table, divided as all steps are on average; means over seeds."
     return Picture("step-split", "Where the time of a step goes", text, height, draw)
 
 
