@@ -489,16 +489,15 @@ def others(record: Record) -> list[str]:
     rows = []
     for row in record.measured:
         if row.get("error"):
-            rows.append([row["name"], "", "", row["error"]])
+            rows.append([row["name"], row["error"], "", "", ""])
             continue
         timing = [
             between(*(1e3 * row[part][key] for key in ("median", "lowest", "highest")))
             for part in ("encode", "decode")
         ]
-        rows.append([row["name"], *timing, f"{row['ratio']:.1f}"])
-    return table(
-        ("codec", "encode, ms (lowest to highest)", "decode, ms (lowest to highest)", "ratio"), rows
-    )
+        rows.append([row["name"], *timing, f"{row['ratio']:.1f}", f"{row['relative_error']:.2g}"])
+    parts = (f"{part}, ms (lowest to highest)" for part in ("encode", "decode"))
+    return table(("codec", *parts, "ratio", "relative error"), rows)
 
 
 class Block(NamedTuple):

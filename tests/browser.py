@@ -80,10 +80,49 @@ def measure(page: Path, folder: Path, *options: str) -> tuple[list[dict[str, Any
     (folder / "report.html").write_bytes(page.read_bytes())
     wrapper = folder / "wrapper.html"
     wrapper.write_text(WRAPPER, encoding="utf-8")
+    return _found(wrapper, *options)
+
+
+def _found(wrapper: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     dom, said = _browse(wrapper, "--dump-dom", *options)
     found = re.search(r'<pre id="found">(.+?)</pre>', dom)
     assert found, f"the page was not measured; Chromium said:\n{said}"
     return json.loads(html.unescape(found[1])), said
+
+
+# Pages of a site, each as a desktop and as a phone have it.
+SITE = """<!doctype html>
+<meta charset="utf-8"><meta name="color-scheme" content="light dark">
+FRAMES<pre id="found"></pre>
+<script>
+addEventListener("load", () => {
+  const found = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument, view = frame.contentWindow;
+    return {
+      page: frame.getAttribute("src"), width: view.innerWidth,
+      needs: page.documentElement.scrollWidth,
+      paper: view.getComputedStyle(page.body).backgroundColor,
+      outside: view.performance.getEntriesByType("resource").map(each => each.name)
+        .filter(name => !name.startsWith("file:") && !name.startsWith("data:")),
+    };
+  });
+  document.getElementById("found").textContent = JSON.stringify(found);
+});
+</script>
+"""
+
+
+def measure_pages(pages: list[Path], site: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
+    """What frames of two widths found in pages of a site, which also takes the browser's files."""
+    frames = "".join(
+        f'<iframe src="{page.relative_to(site)}" style="width: {width}px; height: 900px; '
+        'border: 0"></iframe>\n'
+        for page in pages
+        for width in (1280, 390)
+    )
+    wrapper = site / "wrapper.html"
+    wrapper.write_text(SITE.replace("FRAMES", frames), encoding="utf-8")
+    return _found(wrapper, *options)
 
 
 def printed(page: Path, folder: Path) -> bytes:
