@@ -25,6 +25,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
+smartquotes = False  # what is quoted is mostly code
 highlight_language = "text"  # of blocks that name none
 
 # A page called README.md is the first page of its folder, in a checkout and on the site.

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from unittest.mock import patch
 
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
@@ -22,16 +23,16 @@ class CommandHelp(SphinxDirective):
     """A section for each command."""
 
     def run(self):
-        os.environ["COLUMNS"] = WIDTH  # argparse asks for it
         from thinwire.cli.entry import _parser
 
+        with patch.dict(os.environ, COLUMNS=WIDTH):  # argparse asks for it
+            texts = {words: each.format_help() for words, each in commands(_parser(), "thinwire")}
         found = []
-        for words, parser in commands(_parser(), "thinwire"):
+        for words, text in texts.items():
             section = nodes.section(
                 ids=[nodes.make_id(words)], names=[nodes.fully_normalize_name(words)]
             )
             section += nodes.title(words, words)
-            text = parser.format_help()
             section += nodes.literal_block(text, text, language="text")
             self.state.document.note_explicit_target(section)
             found.append(section)
