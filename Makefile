@@ -5,7 +5,7 @@ STAMP := $(VENV)/.stamp
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-integrations test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-federated bench-policies bench-compare chaos soak clean clean-kernels
+.PHONY: help setup docs figures test test-slow test-integrations test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-federated bench-policies bench-compare chaos soak clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,13 @@ check: setup  ## Check formatting, lint and types
 format: setup  ## Format the code and apply the safe lint fixes
 	$(VENV)/bin/ruff check --fix --exit-zero --quiet
 	$(VENV)/bin/ruff format
+
+docs: setup  ## Build the documentation site from docs/ and the docstrings: build/docs/index.html
+	$(VENV)/bin/python -m sphinx -W --keep-going -q -j auto -b html -d build/doctrees docs build/docs
+	@echo "built: build/docs/index.html"
+
+figures: setup  ## Write the figures of README.md and docs/benchmarks.md from the newest records
+	$(VENV)/bin/python benchmarks/figures.py
 
 demo: setup  ## Train with and without compression on a slow network; writes report/report.html
 	$(VENV)/bin/thinwire compare --out report

@@ -55,6 +55,7 @@ from chaos_faults import (
 )
 from chaos_trainings import TRAININGS
 from forked import Child, Message
+from recording import read_options, write_record
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -706,8 +707,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
     parser.add_argument("--limit", type=float, default=HARD_LIMIT, help="seconds for a run")
     parser.add_argument("-v", "--verbose", action="store_true", help="a line for every run")
-    parser.add_argument("--out", type=Path, help="write a record as JSON")
-    options = parser.parse_args()
+    options = read_options(parser)
     only = [word.strip() for word in options.only.split(",") if word.strip()]
     unknown = [word for word in only if word not in WORDS]
     if unknown:
@@ -735,19 +735,9 @@ def main() -> int:
     seconds = time.monotonic() - began
     console.print(f"{len(results)} runs in {seconds:.0f} s, {broken} with a broken promise")
     if options.out:
-        write(options.out, options, results)
-        console.print(f"written: {options.out}")
+        ordered = sorted(results, key=lambda result: result.plan.seed)
+        write_record(options, "thinwire-chaos/1", [each.as_json() for each in ordered])
     return 130 if not whole else int(bool(broken))
-
-
-def write(path: Path, options: Any, results: Sequence[RunResult]) -> None:
-    from harness import write_record
-
-    settings = {"runs": options.runs, "seed": options.seed, "only": options.only}
-    ordered = sorted(results, key=lambda result: result.plan.seed)
-    write_record(
-        path, "thinwire-chaos/1", settings, [], [each.as_json() for each in ordered], targets=()
-    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import Target, conclude, run_ranks
+from harness import Target, conclude, read_options, run_ranks
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -195,8 +195,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="rounds to take the median of (7)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of a rank (1)")
     parser.add_argument("--only", choices=("slow", "loopback", "growth"), help="one part alone")
-    parser.add_argument("--out", type=Path, help="write a JSON record here")
-    options = parser.parse_args()
+    options = read_options(parser)
     if options.as_rank:
         rank_main(json.loads(Path(options.as_rank).read_text()))
         return 0

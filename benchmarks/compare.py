@@ -17,10 +17,10 @@ import argparse
 import shlex
 import statistics
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
-from harness import Target, show_targets
+from harness import Target, read_options, show_targets
+from recording import stamped
 from rich.console import Console
 
 from thinwire.compare.document import Document
@@ -110,8 +110,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="default: the study's own")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sweep", help="default: the study's own")
-    parser.add_argument("--out", type=Path, help="write the document here")
-    options = parser.parse_args()
+    options = read_options(parser)
     name = options.workload.partition(":")[0]
     if name not in STUDIES:
         parser.error(f"--workload: expected one of {', '.join(STUDIES)}, got {name!r}")
@@ -135,8 +134,10 @@ def main() -> int:
     targets = targets_of(document, study)
     show_targets(console, targets)
     if options.out:
-        record = document.model_copy(update={"targets": [target._asdict() for target in targets]})
-        options.out.write_text(record.to_json())
+        fields = stamped(options.start)
+        fields["notes"] = list(dict.fromkeys([*document.notes, *fields["notes"]]))
+        fields["targets"] = [target._asdict() for target in targets]
+        options.out.write_text(document.model_copy(update=fields).to_json())
         console.print(f"written: {options.out}")
     return 0
 

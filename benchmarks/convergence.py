@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import Target, conclude, run_ranks
+from harness import Target, conclude, read_options, run_ranks
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -232,8 +232,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="steps of a run (the workload's own)")
     parser.add_argument("--only", nargs="*", help="methods whose name holds one of these")
     parser.add_argument("--no-torch", action="store_true", help="leave PyTorch's own hooks out")
-    parser.add_argument("--out", type=Path, help="write a JSON record here")
-    options = parser.parse_args()
+    options = read_options(parser)
     if options.as_rank:
         rank_main(json.loads(Path(options.as_rank).read_text()))
         return 0

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import Target, conclude, run_ranks
+from harness import Target, conclude, read_options, run_ranks
 from rich.console import Console
 
 from thinwire.lab import Cluster, Lab, Loopback
@@ -186,8 +186,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=1024, help="rows of a batch (1024)")
     parser.add_argument("--link", help="rate of the links (chosen by what loopback takes)")
     parser.add_argument("--compressor", default="quantize:8", help="of the pipeline (quantize:8)")
-    parser.add_argument("--out", type=Path, help="write a JSON record here")
-    options = parser.parse_args()
+    options = read_options(parser)
     if options.as_rank:
         job = json.loads(Path(options.as_rank).read_text())
         {"overhead": rank_overhead, "pipeline": rank_pipeline}[job["part"]](job)

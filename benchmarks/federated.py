@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Target, conclude
+from harness import Target, conclude, read_options
 from rich.console import Console
 from rich.table import Table
 
@@ -117,10 +117,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time (2)")
     parser.add_argument("--rounds", type=int, default=120, help="of a run (120)")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="the uncompressed one first")
-    parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--draw", type=Path, help="draw this record, train nothing")
     parser.add_argument("--picture", type=Path, help="draw accuracy against bytes as a PNG")
-    options = parser.parse_args()
+    options = read_options(parser)
     if options.draw:
         if options.picture is None:
             parser.error("--draw needs --picture")

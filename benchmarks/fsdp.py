@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import Target, conclude, run_ranks
+from harness import Target, conclude, read_options, run_ranks
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -263,9 +263,8 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=2, help="windows of a rank in a step (2)")
     parser.add_argument("--loss-steps", type=int, default=200, help="of the text workload (200)")
     parser.add_argument("--seeds", type=int, default=3, help="of the text workload (3)")
-    parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = read_options(parser)
     if options.as_rank:
         rank_main(json.loads(options.as_rank.read_text()))
         return 0

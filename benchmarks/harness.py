@@ -1,38 +1,19 @@
-"""What the benchmarks with several ranks share: running ranks, targets, records."""
+"""What the benchmarks with several ranks share: running ranks, targets, an end."""
 
+import argparse
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from recording import Target, read_options, write_record
 from rich.console import Console
 from rich.table import Table
 
 from thinwire.lab import Cluster
-from thinwire.machine import machine, versions
 
-
-class Target(NamedTuple):
-    """One target: what, the figure, its bound, and whether it is met."""
-
-    what: str
-    figure: float
-    bound: str
-    met: bool
-
-    @classmethod
-    def at_most(cls, what: str, figure: float | None, bound: float) -> "Target":
-        value = math.nan if figure is None else figure  # not measured: missed
-        return cls(what, value, f"<= {bound:g}", value <= bound)
-
-    @classmethod
-    def at_least(cls, what: str, figure: float | None, bound: float) -> "Target":
-        value = math.nan if figure is None else figure
-        return cls(what, value, f">= {bound:g}", value >= bound)
+__all__ = ["Target", "conclude", "read_options", "run_ranks", "show_targets"]
 
 
 def run_ranks(
@@ -68,7 +49,7 @@ def show_targets(console: Console, targets: Sequence[Target]) -> None:
 
 def conclude(
     console: Console,
-    options: Any,
+    options: argparse.Namespace,
     schema: str,
     measured: Any,
     targets: Sequence[Target] = (),
@@ -78,29 +59,5 @@ def conclude(
     if targets:
         show_targets(console, targets)
     if options.out:
-        settings = {k: v for k, v in vars(options).items() if k not in ("out", "as_rank")}
-        write_record(options.out, schema, settings, [note] if note else [], measured, targets)
-        console.print(f"written: {options.out}")
+        write_record(options, schema, measured, targets, [note] if note else [])
     return 0
-
-
-def write_record(
-    path: Path,
-    schema: str,
-    settings: dict[str, Any],
-    notes: list[str],
-    measured: Any,
-    targets: Sequence[Target],
-) -> None:
-    """The record of a run as JSON: machine, versions, settings, figures."""
-    document = {
-        "schema": schema,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine()._asdict(),
-        "versions": versions(),
-        "settings": {key: str(value) for key, value in settings.items()},
-        "notes": notes,
-        "measured": measured,
-        "targets": [target._asdict() for target in targets],
-    }
-    path.write_text(json.dumps(document, indent=2) + "\n")

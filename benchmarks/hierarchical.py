@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import Target, conclude
+from harness import Target, conclude, read_options
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -223,8 +223,7 @@ def main() -> int:
         default=["none", "cast:bf16", "quantize:8"],
         help="specs to try inside racks",
     )
-    parser.add_argument("--out", type=Path, help="write a JSON record here")
-    options = parser.parse_args()
+    options = read_options(parser)
     if options.as_rank:
         rank_main(json.loads(Path(options.as_rank).read_text()))
         return 0

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Target, conclude
+from harness import Target, conclude, read_options
 from rich.console import Console
 from rich.table import Table
 
@@ -119,6 +119,7 @@ class Progress:
                     raise SystemExit(f"{path} is of commit {found['commit']}: name another file")
                 self._rows[found["key"]] = found["row"]
         self._commit = commit
+        self.resumed = len(self._rows)
 
     def row(
         self,
@@ -225,10 +226,9 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=METHODS, help="to train with; ddp first")
     parser.add_argument("--link", default="100mbit", help=argparse.SUPPRESS)
     parser.add_argument("--progress", type=Path, help="note here what is done, and go on from it")
-    parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--draw", type=Path, help="draw this record, train nothing")
     parser.add_argument("--picture", type=Path, help="draw loss against bytes as a PNG")
-    options = parser.parse_args()
+    options = read_options(parser)
     if options.draw:
         if options.picture is None:
             parser.error("--draw needs --picture")
@@ -254,7 +254,10 @@ def main() -> int:
     if options.picture:
         draw(rows, options.picture)
     measured = {"tried": tried, "trained": rows}
-    return conclude(console, options, "thinwire.local/1", measured, targets_of(rows), NOTE)
+    note = NOTE
+    if progress.resumed:
+        note += f" Put together from several runs: {progress.resumed} trainings are older."
+    return conclude(console, options, "thinwire.local/1", measured, targets_of(rows), note)
 
 
 if __name__ == "__main__":

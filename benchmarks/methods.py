@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Target, conclude, run_ranks
+from harness import Target, conclude, read_options, run_ranks
 from rich.console import Console
 from rich.table import Table
 
@@ -262,10 +262,9 @@ def main() -> int:
     parser.add_argument("--model", default="images:hidden=512", help="workload of --cost")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each, of --cost (15)")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--draw", type=Path, nargs="+", help="draw these records, train nothing")
     parser.add_argument("--picture", type=Path, help="draw the frontier as a PNG")
-    options = parser.parse_args()
+    options = read_options(parser)
     if options.as_rank:
         rank_main(json.loads(options.as_rank.read_text()))
         return 0

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from harness import Target, conclude, run_ranks
+from harness import Target, conclude, read_options, run_ranks
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -361,10 +361,9 @@ def main() -> int:
     parser.add_argument("--band", type=float, default=0.25, help="in %%, of accuracy (0.25)")
     parser.add_argument("--uniform", default="topk:0.01", help="compressor, of layers")
     parser.add_argument("--budget", type=float, default=1.0, help="of error, of layers (1)")
-    parser.add_argument("--out", type=Path, help="write a JSON record here")
     parser.add_argument("--picture", type=Path, help="draw accuracy's study as a PNG")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = read_options(parser)
     if options.as_rank:
         rank_main(json.loads(options.as_rank.read_text()))
         return 0

@@ -24,7 +24,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
 import forked
@@ -33,6 +32,7 @@ import torch.distributed as dist
 from chaos_rank import Pipe, join, leave, torch_once
 from chaos_trainings import LEAST, RATE, loss_of, net
 from forked import Child
+from recording import read_options, write_record
 from resources import allocated_bytes, held, left_over, resident_bytes
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -315,8 +315,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer of each")
     parser.add_argument("--only", default="", metavar="PARTS", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--out", type=Path, help="write a record as JSON")
-    options = parser.parse_args()
+    options = read_options(parser)
     keys = [key.strip() for key in options.only.split(",") if key.strip()] or list(PARTS)
     unknown = [key for key in keys if key not in PARTS]
     if unknown:
@@ -352,16 +351,12 @@ def main() -> int:
     console.print(f"{time.monotonic() - began:.0f} s")
     if options.out:
         write(options, verdicts, everything)
-        console.print(f"written: {options.out}")
     return int(any(verdict.flaws for verdict in verdicts))
 
 
 def write(options: Any, verdicts: Sequence[Verdict], samples: list[dict[str, Any]]) -> None:
-    from harness import write_record
-
     measured = {"verdicts": [asdict(verdict) for verdict in verdicts], "samples": samples}
-    settings = {"quick": options.quick, "only": options.only}
-    write_record(options.out, "thinwire-soak/1", settings, [], measured, targets=())
+    write_record(options, "thinwire-soak/1", measured)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,16 @@ down less than computation when another process takes a core.
 """
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
-from harness import Target, show_targets
+from harness import Target, read_options, show_targets
+from recording import write_record
 from rich.console import Console
 
 import thinwire as tw
@@ -132,8 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", default="25.6M", help="elements of the tensor (25.6M)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds to take the median of (15)")
-    parser.add_argument("--out", type=Path, help="write a JSON record here")
-    arguments = parser.parse_args()
+    arguments = read_options(parser)
     numel = read_size(arguments.size)
     settings = BenchSettings(
         compressors=("topk:0.01", *DENSE), sizes=(numel,), data=("normal",), rounds=arguments.rounds
@@ -151,14 +148,8 @@ def main() -> int:
             import_seconds(),
         ]
     show_targets(Console(), results)
-    record: dict[str, Any] = {
-        "targets": [result._asdict() for result in results],
-        "bench": document(report),
-    }
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"wrote {arguments.out}", file=sys.stderr)
+        write_record(arguments, "thinwire.targets/1", {"bench": document(report)}, results)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A decoder from docs/wire-format.md alone: NumPy, zlib and zstandard, no torch.
+"""A decoder from docs/reference/wire-format.md alone: NumPy, zlib and zstandard, no torch.
 
 Written for clarity, not for speed. NumPy has no bfloat16: such tensors come back as float32.
 """

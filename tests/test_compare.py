@@ -43,7 +43,7 @@ from thinwire.compare.method import (
 from thinwire.compare.models import CollectiveClock
 from thinwire.compare.place import cluster_of
 from thinwire.compare.rank import Job, RankPlan, RankRecord, Timer, heard, run_jobs, tell
-from thinwire.compare.run import Comparison, reason
+from thinwire.compare.run import Comparison, output_of, reason
 from thinwire.compare.settings import (
     METHODS,
     PARALLELISMS,
@@ -225,6 +225,7 @@ def test_projected_times_are_those_of_the_bytes_on_the_link():
     assert run.seconds == pytest.approx([1 + network, 2 + 2 * network], abs=1e-4)
     assert run.split.network == pytest.approx(0.4 + network)
     assert run.step_seconds == pytest.approx(1 + network, abs=1e-4)
+    assert run.split.whole == pytest.approx(run.step_seconds)
 
 
 def test_steps_of_which_only_some_exchange_count_as_their_mean():
@@ -394,6 +395,19 @@ def test_the_reason_of_a_failure_is_its_cause():
     assert "failed with exit code 1" in reason(failed("what?", ""), 9)
     killed = [Result(0, 1, "", reset), Result(1, -signal.SIGKILL, "", "")]
     assert reason(HostFailedError(1, killed), 9) == "host 1 was ended by SIGKILL"
+
+
+def test_the_output_of_a_failure_has_the_traceback_of_all_that_failed():
+    results = [
+        Result(0, 1, "epoch 1\n", "Traceback of 0\n  line\nValueError: no"),
+        Result(1, -signal.SIGTERM, "", "ended for it"),
+        Result(2, 3, "", "x\n" * 500 + "Traceback of 2"),
+    ]
+    found = output_of(HostFailedError(0, results))
+    for part in ("host 0 failed with exit code 1", "Traceback of 0", "epoch 1", "Traceback of 2"):
+        assert part in found
+    assert "ended for it" not in found
+    assert len(found.splitlines()) < 90
 
 
 # The command

@@ -25,7 +25,7 @@ import thinwire as tw
 
 pytestmark = pytest.mark.timeout(600)
 hvd = tw.horovod
-PAGE = Path(__file__).parents[1] / "docs" / "from-horovod.md"
+PAGE = Path(__file__).parents[1] / "docs" / "tutorials" / "from-horovod.md"
 
 
 def sgd(model: nn.Module, momentum: float = 0.5) -> torch.optim.SGD:

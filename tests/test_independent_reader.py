@@ -1,4 +1,4 @@
-"""docs/wire-format.md proves itself: a reader written from it alone restores what thinwire does."""
+"""docs/reference/wire-format.md proves itself: a reader written from it alone restores all."""
 
 import ast
 import itertools
@@ -18,7 +18,7 @@ from tensors import FLOATS, INTEGERS, KINDS, content, normal
 import thinwire as tw
 
 KEY = tw.Key(seed=0xFEDCBA9876543210, step=11, tensor=13)
-PAGE = Path(__file__).parents[1] / "docs" / "wire-format.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "wire-format.md"
 SPECS = [
     *("none", "cast:fp16", "cast:bf16", "cast:fp8", "cast:fp8,8"),
     *("topk:0.01", "topk:0.3", "topk:0.9", "threshold:1.0"),

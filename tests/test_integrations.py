@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.integrations.wiring import wire_for
 
-PAGE = Path(__file__).parents[1] / "docs" / "integrations.md"
+PAGE = Path(__file__).parents[1] / "docs" / "guides" / "integrations.md"
 
 
 @pytest.mark.parametrize("spec", ["topk:0.05|quantize:4", "onebit", "quantize:8", "none"])
@@ -141,7 +141,7 @@ def test_models_that_cannot_be_attached_to_are_refused_with_what_to_do():
         assert "its model is a DeepSpeedEngine" in found["other"]
         assert "its model is a Sequential" in found["bare"]
         for each in ("other", "bare"):
-            assert "docs/integrations.md" in found[each]
+            assert "docs/guides/integrations.md" in found[each]
         assert "takes a sharded (fully_shard) or DistributedDataParallel model" in found["early"]
 
 

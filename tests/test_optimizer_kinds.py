@@ -329,7 +329,7 @@ def test_sparse_gradients_under_adam_are_warned_of_once():
         for case in ("topk", "by its state", "ef21", "signum", "adam of some", "given"):
             (said,) = found.pop(case)
             assert 'tw.LocalSteps(model, optimizer, "adam-update"), "quantize:4"' in said, case
-            assert "docs/which-method.md" in said
+            assert "docs/guides/which-method.md" in said
         assert "The optimizer is AdamW, which divides by a running" in found["topk explained"]
         assert "The optimizer is SGD.\n" in found["sgd explained"]
         assert "The optimizer is AdamW" in found["given explained"]

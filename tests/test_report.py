@@ -11,7 +11,7 @@ import comparisons
 import jinja2
 import numpy as np
 import pytest
-from browser import CHROMIUM, measure
+from browser import CHROMIUM, measure, printed
 
 from thinwire import report
 from thinwire.compare.document import Document, StepSplit, SweepEntry
@@ -29,6 +29,7 @@ PICTURES = [
     *("loss-seconds", "loss-megabytes", "metric-seconds", "final-metric", "step-split"),
     *("step-share", "layers-ratio", "layers-error", "links"),
 ]
+CHARTS = {"loss-seconds", "loss-megabytes", "metric-seconds", "links"}  # that can be asked
 
 
 def small(**settings: Any) -> Document:
@@ -66,7 +67,7 @@ def test_all_files_are_written(large: Document, written: list[Path]) -> None:
 def test_the_page_is_small_and_alone(page: str) -> None:
     assert len(page.encode()) < 1_000_000
     assert not re.search(r"https?:", page)
-    for outside in ("src=", "@import", "url(http", "<link", "<script", "xmlns"):
+    for outside in ("src=", "@import", "url(http", "<link", "xmlns", "fetch(", "import("):
         assert outside not in page, f"the page loads something by {outside}"
     hrefs = set(re.findall(r'(?<!:)href="([^"]*)"', page))
     assert hrefs == {"data.json", *(f"{name}.png" for name in PICTURES)}
@@ -167,6 +168,8 @@ def test_names_are_escaped() -> None:
     document.methods.append(comparisons.failed("</pre>", "</details><script>"))
     document.methods[0].runs[0].tensors[0].name = "<s>$$"
     drawn = draw(document).html
+    assert drawn.count("<script") == drawn.count("</script") == 2  # the charts, and their data
+    drawn = re.sub(r"<script.*?</script>", "", drawn, flags=re.DOTALL)
     tags = set(re.findall(r"<(\w+)", drawn))
     assert not tags & {"script", "img", "b", "i", "em", "u", "s"}
     assert drawn.count("</pre>") == drawn.count("<pre>")
@@ -418,3 +421,49 @@ def test_a_browser_shows_it(
         assert frame["letters"] > 1000, "letters are not drawn"
         assert (frame["paper"], frame["ink"]) == (paper, ink)
         assert frame["loaded"] == []
+        played = frame["played"]
+        assert played["charts"] == len(CHARTS)
+        assert re.search(r": [\d.]+ .*at [\d.e+]+ \(seconds of training\)", played["said"])
+        # A method is hidden in all charts that have it, and comes back.
+        assert played["off"] == "false"
+        assert 0 < played["before"] - played["without"] <= len(CHARTS)
+        assert played["after"] == played["before"]
+        assert played["scales"] == [True, True]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on this machine")
+def test_without_javascript_and_on_paper_there_are_the_pictures(
+    written: list[Path], tmp_path: Path
+) -> None:
+    page = written[0].read_text(encoding="utf-8")
+    still = tmp_path / "still.html"  # as a browser has it that runs no script of the page
+    still.write_text(re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL), encoding="utf-8")
+    frames, _ = measure(still, tmp_path)
+    for frame in frames:
+        assert frame["played"] is None
+        assert len(frame["pictures"]) == len(PICTURES)
+        assert frame["needs"] <= frame["width"]
+    paper = printed(written[0], tmp_path)
+    assert paper.startswith(b"%PDF")
+    assert len(re.findall(rb"/Type /Page\b", paper)) >= 2
+
+
+def test_charts_hold_what_the_pictures_show(large: Document, page: str) -> None:
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', page)
+    assert found is not None
+    charts = json.loads(found[1])
+    assert set(charts) == CHARTS
+    names = {method.name for method in large.methods if method.runs}
+    for chart in charts.values():
+        assert {series["name"] for series in chart["series"]} <= names
+        for series in chart["series"]:
+            x = [point[0] for point in series["points"]]
+            assert x == sorted(x)
+
+
+def test_a_failure_is_shown_with_its_traceback() -> None:
+    method = comparisons.failed("topk:0.01", "ValueError: <no>")
+    method.output = "host 0 failed with exit code 1\n-- stderr:\nTraceback <most recent>"
+    made = draw(comparisons.document([comparisons.method("ddp", seeds=1, steps=6), method])).html
+    assert "Traceback &lt;most recent&gt;" in made
+    assert "<most recent>" not in made

@@ -22,11 +22,48 @@ def machine() -> Machine:
     )
 
 
+class Checkout(NamedTuple):
+    """The checkout that this package is in.
+
+    Args:
+        commit: that is checked out.
+        changed: files that decide what a run does and are not as in that commit.
+    """
+
+    commit: str
+    changed: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.commit}-dirty" if self.changed else self.commit
+
+
+# Records and pictures that one run writes must not make the next one dirty.
+_CODE = (":/src", ":/benchmarks", ":/examples", ":/pyproject.toml", ":/constraints.txt")
+_NOT_CODE = ":(top,exclude)benchmarks/records"
+
+
+def checkout() -> Checkout | None:
+    """As it is now; None if this package is not in a checkout of thinwire.
+
+    Ask when a run begins: by its end somebody may have committed.
+    """
+    # An environment inside somebody else's repository must not lend us its commit.
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    commit = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "-uall", "--", *_CODE, _NOT_CODE)
+    if commit is None or changed is None:
+        return None
+    return Checkout(commit.strip(), tuple(line[3:] for line in changed.splitlines()))
+
+
 def versions() -> dict[str, str | None]:
     """Of the packages that decide the speed; `commit` is thinwire's, in a checkout of it."""
     names = ("thinwire", "torch", "numba", "numpy")
     found: dict[str, str | None] = {name: _version(name) for name in names}
-    return {**found, "python": platform.python_version(), "commit": _commit()}
+    here = checkout()
+    commit = None if here is None else str(here)
+    return {**found, "python": platform.python_version(), "commit": commit}
 
 
 def busy() -> str | None:
@@ -77,19 +114,16 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    here = Path(__file__).resolve()
-    # An environment inside somebody else's repository must not lend us its commit.
-    commands = (["ls-files", "--error-unmatch", here.name], ["describe", "--always", "--dirty"])
-    text = None
-    for command in commands:
-        try:
-            done = subprocess.run(
-                ["git", *command], cwd=here.parent, capture_output=True, text=True, timeout=10
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if done.returncode:
-            return None
-        text = done.stdout.strip()
-    return text
+def _git(*command: str) -> str | None:
+    """What git says of the directory this file is in; None if it fails, or there is no git."""
+    try:
+        done = subprocess.run(
+            ["git", *command],
+            cwd=Path(__file__).resolve().parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout

@@ -284,8 +284,8 @@ def others(folder: Path) -> dict:
 
 
 def documented(folder: Path) -> dict:
-    """The blocks of docs/from-deepspeed.md, one after the other."""
-    page = (Path(__file__).parents[2] / "docs" / "from-deepspeed.md").read_text()
+    """The blocks of docs/tutorials/from-deepspeed.md, one after the other."""
+    page = (Path(__file__).parents[2] / "docs" / "tutorials" / "from-deepspeed.md").read_text()
     old = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
     error = error_of(lambda: started(old))
     del old["optimizer"]

@@ -1,4 +1,4 @@
-"""The function that docs/integrations.md gives for torchtitan, with torchtitan's own parts.
+"""The function that docs/guides/integrations.md gives for torchtitan, with torchtitan's own parts.
 
 Only where torchtitan is installed, which `make test-integrations` does not do. Without it the
 function is tested in tests/test_integrations.py.

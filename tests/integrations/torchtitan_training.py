@@ -1,5 +1,5 @@
 """torchtitan's own ModelSpec, parallelize_fn and optimizers with the function of
-docs/integrations.md, started by torchrun; rank 0 prints a line of JSON.
+docs/guides/integrations.md, started by torchrun; rank 0 prints a line of JSON.
 
 torchtitan's Trainer itself needs an accelerator: what it does with a ModelSpec is done here, in its
 order, on CPU.
@@ -21,7 +21,7 @@ from torchtitan.models.llama3 import model_registry
 
 import thinwire as tw
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "integrations.md"
 
 
 def causal(

@@ -165,7 +165,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"thinwire lab run: {error}", file=sys.stderr)
             return 1
         # The reason says what to do where it can be mended here.
-        return complain("lab run", LabError(f"no lab can be made here: {error} (see docs/lab.md)"))
+        why = f"no lab can be made here: {error} (see docs/guides/lab.md)"
+        return complain("lab run", LabError(why))
     return 0
 
 

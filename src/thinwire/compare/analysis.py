@@ -6,7 +6,6 @@ All of it is arithmetic on lists; nothing here measures or runs.
 import math
 import statistics
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from thinwire.compare.counters import FULL
@@ -24,10 +23,10 @@ from thinwire.compare.document import (
     TrainingRun,
 )
 from thinwire.compare.place import rate_of
-from thinwire.compare.rank import RankRecord
+from thinwire.compare.rank import RankRecord, typical_step
 from thinwire.compare.settings import PARALLELISMS, distance_in_words
 from thinwire.formatting import in_words, show_number, show_ratio, show_seconds
-from thinwire.machine import machine, versions
+from thinwire.machine import machine
 
 if TYPE_CHECKING:
     from thinwire.compare.run import Comparison, Outcome
@@ -41,12 +40,11 @@ _WORTH = 1.1  # times faster: less is noise
 def document_of(comparison: "Comparison", command: str, interrupted: bool) -> Document:
     """The document. `thinwire.report` draws it."""
     settings = comparison.settings
-    slowest = min(map(rate_of, settings.links)) if comparison.projected else None
     outcomes = list(comparison.outcomes.values())
     document = Document(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=comparison.date,
         machine=machine()._asdict(),
-        versions=versions(),
+        versions=comparison.versions,
         notes=comparison.notes,
         settings=DocumentSettings(
             workload=settings.workload,
@@ -70,7 +68,7 @@ def document_of(comparison: "Comparison", command: str, interrupted: bool) -> Do
             command=command,
         ),
         baseline=settings.parallel,
-        methods=[_result(outcome, slowest) for outcome in outcomes],
+        methods=[_result(outcome, comparison.slowest) for outcome in outcomes],
         interrupted=interrupted,
     )
     summarise(document)
@@ -86,6 +84,7 @@ def _result(outcome: "Outcome", slowest: int | None) -> MethodResult:
         title=outcome.method.title,
         kind=outcome.method.kind,
         error=outcome.error,
+        output=outcome.output,
         diverged=any(map(has_diverged, runs)),
         runs=runs,
     )
@@ -116,9 +115,7 @@ def run_of(seed: int, ranks: list[RankRecord], slowest: int | None) -> TrainingR
         for step, value in first.evaluations
         if 0 < step <= steps
     ]
-    durations = [b - a for a, b in zip([0.0, *seconds], seconds, strict=False)]
-    # The median of steps of which most exchange nothing would leave the exchanges out.
-    typical = statistics.fmean if first.in_rounds else statistics.median
+    typical = typical_step(seconds, first.in_rounds)
     reported = [rank.reported for rank in ranks if rank.reported is not None]
     return TrainingRun(
         seed=seed,
@@ -129,8 +126,8 @@ def run_of(seed: int, ranks: list[RankRecord], slowest: int | None) -> TrainingR
         evaluations=evaluations,
         final_loss=trailing(losses)[-1] if all(map(math.isfinite, losses)) else None,
         final_metric=evaluations[-1].value if evaluations else None,
-        step_seconds=typical(durations),
-        split=_split(ranks, seconds[-1] / steps, network[-1] / steps),
+        step_seconds=typical,
+        split=_split(ranks, seconds[-1] / steps, network[-1] / steps, typical),
         bytes_counted=round(sent[-1]),
         bytes_reported=round(statistics.fmean(reported)) if len(reported) == len(ranks) else None,
         tensors=[_tensor(row) for row in first.tensors],
@@ -146,8 +143,11 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _split(ranks: list[RankRecord], step: float, network: float) -> StepSplit:
-    """The seconds of a step. What backward did not hide is divided as the exchanges' own time."""
+def _split(ranks: list[RankRecord], step: float, network: float, typical: float) -> StepSplit:
+    """The seconds of a typical step, divided as those of all steps are on average.
+
+    What backward did not hide is divided as the exchanges' own time.
+    """
     exposed = min(step - network, statistics.fmean(rank.exposed for rank in ranks))
     encode, talk, decode = (
         statistics.fmean(rank.inside.get(kind, 0.0) for rank in ranks)
@@ -156,11 +156,12 @@ def _split(ranks: list[RankRecord], step: float, network: float) -> StepSplit:
     whole = encode + talk + decode
     if not whole:
         talk = whole = 1.0
+    scale = typical / step if step else 1.0
     return StepSplit(
-        compute=step - network - exposed,
-        encode=exposed * encode / whole,
-        network=exposed * talk / whole + network,
-        decode=exposed * decode / whole,
+        compute=scale * (step - network - exposed),
+        encode=scale * exposed * encode / whole,
+        network=scale * (exposed * talk / whole + network),
+        decode=scale * exposed * decode / whole,
     )
 
 

@@ -84,7 +84,7 @@ class TrainingRun(DocumentPart):
     evaluations: list[MetricPoint]
     final_loss: float | None
     final_metric: float | None
-    step_seconds: float  # median; mean where only some steps exchange
+    step_seconds: float  # see thinwire.compare.rank.typical_step
     split: StepSplit
     bytes_counted: int  # by the kernel
     bytes_reported: int | None  # by thinwire
@@ -127,6 +127,7 @@ class MethodResult(DocumentPart):
     title: str
     kind: str = "thinwire"
     error: str | None
+    output: str | None = None  # of a failure: how each host ended, and its last lines
     diverged: bool
     runs: list[TrainingRun]
     summary: MethodSummary | None = None
@@ -200,6 +201,9 @@ class Document(DocumentPart):
         values = {"schema": SCHEMA, **self.model_dump(warnings=False)}
         # What an earlier version wrote stays as it is, with the fewer settings of that time.
         values["settings"] = self.settings.model_dump(warnings=False, exclude_unset=True)
+        for method in values["methods"]:
+            if method["output"] is None:
+                del method["output"]
         parse_document(values)  # what was assigned after it was made has not been checked
         return json.dumps(values, indent=1, allow_nan=False) + "\n"
 

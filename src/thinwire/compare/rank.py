@@ -19,7 +19,9 @@ import os
 import runpy
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakSet
@@ -130,15 +132,25 @@ class RankRecord:
 
     @property
     def step_seconds(self) -> float:
-        """Median over steps but the first; where exchanges come in rounds, the mean over all."""
-        if self.in_rounds:
-            return self.seconds[-1] / len(self.seconds)
-        pairs = zip(self.seconds, self.seconds[1:], strict=False)
-        return statistics.median([after - before for before, after in pairs] or self.seconds)
+        """What a step takes, see `typical_step`."""
+        return typical_step(self.seconds, self.in_rounds)
 
     @property
     def bytes_per_step(self) -> float:
         return self.num_bytes[-1] / len(self.num_bytes)
+
+
+def typical_step(seconds: Sequence[float], in_rounds: bool) -> float:
+    """Seconds per step, from the seconds since the start after each: what all tables, pictures and
+    progress bars show.
+
+    The median over steps but the first, which connects and makes buffers. Where exchanges come in
+    rounds most steps exchange nothing, and the median would leave the exchanges out: the mean.
+    """
+    if in_rounds:
+        return seconds[-1] / len(seconds)
+    durations = [after - before for before, after in pairwise(seconds)]
+    return statistics.median(durations or seconds)
 
 
 class StepEvent(NamedTuple):
@@ -147,7 +159,7 @@ class StepEvent(NamedTuple):
     step: int
     steps: int | None
     loss: float
-    seconds: float
+    step_seconds: float  # so far, by `typical_step`
     num_bytes: int
 
 

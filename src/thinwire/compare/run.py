@@ -5,11 +5,14 @@ behind the method that failed.
 """
 
 import contextlib
+import math
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,10 +28,10 @@ from thinwire.compare.settings import (
 )
 from thinwire.formatting import show_bytes, show_seconds
 from thinwire.lab import Cluster, HostFailedError, Lab, Result, why_not
-from thinwire.machine import busy
+from thinwire.machine import busy, versions
 
 if TYPE_CHECKING:
-    from thinwire.compare.document import Document
+    from thinwire.compare.document import Document, TrainingRun
 
 _LEAST_PATIENCE, _SCRIPT_PATIENCE = 30.0, 300.0  # seconds
 # What a script must train.
@@ -56,6 +59,7 @@ class Outcome:
     runs: dict[int, list[RankRecord]] = field(default_factory=dict)  # seed: of all ranks
     sweep: dict[str, list[RankRecord]] = field(default_factory=dict)  # link: of all ranks
     error: str | None = None
+    output: str | None = None  # the last lines of hosts that failed
 
 
 class Watcher(Protocol):
@@ -67,7 +71,7 @@ class Watcher(Protocol):
 
     def stepped(self, job: Job, event: StepEvent) -> None: ...
 
-    def ended(self, job: Job, ranks: list[RankRecord]) -> None: ...
+    def ended(self, job: Job, run: "TrainingRun") -> None: ...
 
     def failed(self, job: Job, error: str) -> None: ...
 
@@ -87,6 +91,9 @@ class Comparison:
         except ValueError as error:
             raise ComparisonSettingError(str(error)) from None
         self.notes: list[str] = []
+        # As the run begins: by its end somebody may have committed or installed something else.
+        self.date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.versions = versions()
         self.projected = settings.project
         # As they were asked for, baselines first.
         self.outcomes = {method.name: Outcome(method) for method in self.methods}
@@ -120,6 +127,11 @@ class Comparison:
         return document_of(self, command, interrupted)
 
     @property
+    def slowest(self) -> int | None:
+        """Bits per second of the slowest link, if times are projected for it."""
+        return min(map(rate_of, self.settings.links)) if self.projected else None
+
+    @property
     def asked(self) -> set[str]:
         """Names of the methods whose failure is one of the comparison."""
         settings = self.settings
@@ -128,10 +140,13 @@ class Comparison:
 
     def keep(self, job: Job, ranks: list[RankRecord]) -> None:
         """What all ranks measured of a job that has ended."""
+        from thinwire.compare.analysis import run_of
+
         outcome = self.outcomes[job.method.name]
         if job.link is None:
             outcome.runs[job.seed] = ranks
-            self._watcher.ended(job, ranks)
+            # The same figures that the table will have.
+            self._watcher.ended(job, run_of(job.seed, ranks, self.slowest))
         else:
             outcome.sweep[job.link] = ranks
 
@@ -197,7 +212,7 @@ class Comparison:
         try:
             self._start(cluster, follower, str(settings.script), *settings.arguments)
         except HostFailedError as error:
-            self._fail(job, reason(error, self._patience()))
+            self._fail(job, reason(error, self._patience()), output_of(error))
             return
         if job not in follower.done:
             self._fail(job, f"the script never called backward() on {_MODELS[settings.parallel]}")
@@ -209,12 +224,11 @@ class Comparison:
     def _start(self, cluster: Cluster, follower: "_Follower", *script: str) -> None:
         """Run the jobs of a follower on all hosts."""
         settings = self.settings
-        slowest = min(map(rate_of, settings.links)) if self.projected else None
         plan = RankPlan(
             jobs=tuple(follower.jobs),
             patience=self._patience(),
             loopback=self.projected,
-            projected_rate=slowest,
+            projected_rate=self.slowest,
             probe_steps=SWEEP_STEPS,
             workload=settings.workload,
             parallel=settings.parallel,
@@ -237,7 +251,7 @@ class Comparison:
         why = reason(error, self._patience())
         if follower.current is None:
             raise ComparisonSettingError(f"the ranks could not start: {why}") from error
-        self._fail(follower.current, why)
+        self._fail(follower.current, why, output_of(error))
         return [
             job
             for job in follower.jobs
@@ -256,8 +270,9 @@ class Comparison:
         trips = _ROUND_TRIPS_PER_HOST * settings.hosts * self._asked_lab.round_trip_seconds
         return _LEAST_PATIENCE + _DENSE_STEPS * (bulk + trips)
 
-    def _fail(self, job: Job, why: str) -> None:
-        self.outcomes[job.method.name].error = why
+    def _fail(self, job: Job, why: str, output: str | None = None) -> None:
+        outcome = self.outcomes[job.method.name]
+        outcome.error, outcome.output = why, output
         self._watcher.failed(job, why)
 
 
@@ -364,6 +379,23 @@ def reason(error: HostFailedError, patience: float) -> str:
     return (said[0] if said else str(error))[:_LONGEST]
 
 
+_KEPT = {"stderr": 60, "stdout": 20}  # lines of a host that failed
+
+
+def output_of(error: HostFailedError) -> str:
+    """How the hosts that failed by themselves ended, and their last lines: the traceback."""
+    ours = {-signal.SIGTERM, -signal.SIGKILL, 0}
+    others = [r for r in error.results if r.host != error.host and r.exit_code not in ours]
+    parts = []
+    for result in (error.results[error.host], *others):
+        parts.append(result.ending)
+        for stream, number in _KEPT.items():
+            lines = [line for line in getattr(result, stream).splitlines() if not heard(line)]
+            if any(map(str.strip, lines)):
+                parts += [f"-- {stream}:", *lines[-number:]]
+    return "\n".join(parts)
+
+
 def _last_error(result: Result) -> str | None:
     for line in reversed(result.stderr.splitlines()):
         match = _ERROR.match(line.strip())
@@ -407,11 +439,9 @@ class ProgressLines:
     def stepped(self, job: Job, event: StepEvent) -> None:
         pass
 
-    def ended(self, job: Job, ranks: list[RankRecord]) -> None:
-        found = ranks[0]
-        steps = len(found.losses)
-        figures = _figures(found.losses[-1], found.seconds[-1], found.num_bytes[-1], steps)
-        self._print(f"{job.method.name}, seed {job.seed}: {steps} steps, {figures}")
+    def ended(self, job: Job, run: "TrainingRun") -> None:
+        figures = _figures(run.losses[-1], run.step_seconds, 1e6 * run.megabytes[-1])
+        self._print(f"{job.method.name}, seed {job.seed}: {run.steps} steps, {figures}")
 
     def failed(self, job: Job, error: str) -> None:
         self._print(f"{job.method.name} failed: {_first_line(error)}")
@@ -445,12 +475,16 @@ class ProgressBars:
         self._progress.update(
             self._tasks[job.method.name],
             completed=self._done[job.method.name] + part,
-            figures=_figures(event.loss, event.seconds, event.num_bytes, event.step),
+            figures=_figures(event.loss, event.step_seconds, event.num_bytes),
         )
 
-    def ended(self, job: Job, ranks: list[RankRecord]) -> None:
+    def ended(self, job: Job, run: "TrainingRun") -> None:
         self._done[job.method.name] += 1
-        self._progress.update(self._tasks[job.method.name], completed=self._done[job.method.name])
+        self._progress.update(
+            self._tasks[job.method.name],
+            completed=self._done[job.method.name],
+            figures=_figures(run.losses[-1], run.step_seconds, 1e6 * run.megabytes[-1]),
+        )
 
     def failed(self, job: Job, error: str) -> None:
         self._progress.update(
@@ -458,9 +492,9 @@ class ProgressBars:
         )
 
 
-def _figures(loss: float, seconds: float, sent: int, steps: int) -> str:
-    step = show_seconds(seconds / steps)
-    return f"loss {loss:6.3f}  {step:>7} per step  {show_bytes(sent):>7} sent"
+def _figures(loss: float | None, step: float, sent: float) -> str:
+    shown = f"{math.nan if loss is None else loss:6.3f}"
+    return f"loss {shown}  {show_seconds(step):>7} per step  {show_bytes(round(sent)):>7} sent"
 
 
 def _first_line(text: str) -> str:

@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 from thinwire.compare import counters
 from thinwire.compare.method import OPTIMIZERS, Method, local_recipe, read
 from thinwire.compare.models import CollectiveClock, DistributedModel, model_of
-from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, Timer, tell
+from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, Timer, tell, typical_step
 from thinwire.compare.settings import ParallelName
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.parallel import LocalSteps, attach
@@ -141,6 +141,7 @@ class TrainingMeter:
         self.evaluations: list[tuple[int, float]] = []
         self._exposed = 0.0  # seconds of waiting for the network
         self._last_gradient = self._told = 0.0
+        self.in_rounds = False  # whether only some steps exchange, as far as it is known
 
     def watch(self, model: nn.Module) -> None:
         """Note when the last gradient is there: what backward takes from then on is waiting."""
@@ -183,7 +184,8 @@ class TrainingMeter:
         step = len(self.losses)
         if self._speaks and (now - self._told >= _EVENT_SECONDS or step == steps):
             self._told = now
-            event = StepEvent(step, steps, loss, self.seconds[-1], self.num_bytes[-1])
+            took = typical_step(self.seconds, self.in_rounds)
+            event = StepEvent(step, steps, loss, took, self.num_bytes[-1])
             tell("step", **event._asdict())
 
     def prolong(self) -> None:
@@ -463,6 +465,7 @@ class Training:
         schedule = task.schedule(optimizer, steps)
         quiet = self._rank > 0 or evaluations == 0
         meter = TrainingMeter(self._world, self._plan.loopback, not quiet, clock)
+        meter.in_rounds = recipe is not None and recipe.every > recipe.fragments
         if clock is None:
             meter.watch(model)
         due = {max(1, round(steps * i / evaluations)) for i in range(1, evaluations + 1)}

@@ -1,4 +1,4 @@
-"""The header of a frame; docs/wire-format.md has the same as a table."""
+"""The header of a frame; docs/reference/wire-format.md has the same as a table."""
 
 import math
 from typing import NamedTuple

@@ -69,7 +69,7 @@ def compress(
     elif not kind.startswith("MULTI_"):
         raise ValueError(
             f"this Accelerator trains with {kind}, which exchanges gradients by itself: use "
-            "DistributedDataParallel or FSDP2 (docs/integrations.md)"
+            "DistributedDataParallel or FSDP2 (docs/guides/integrations.md)"
         )
     before = accelerator.ddp_handler
     if isinstance(before, Handler):

@@ -7,7 +7,7 @@
     tw.horovod.broadcast_optimizer_state(optimizer, root_rank=0)
 
 and for Horovod itself what its own all-reduce can add up: `SummableCompression`. See
-docs/from-horovod.md for the rest of its words.
+docs/tutorials/from-horovod.md for the rest of its words.
 """
 
 import contextlib

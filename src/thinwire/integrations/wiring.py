@@ -63,7 +63,7 @@ def wire_for(
             f"{who}: compression works with DistributedDataParallel and FSDP2 (fully_shard), and "
             f"this training exchanges gradients in another way (its model is a "
             f"{type(inner).__name__}): choose one of these two in the framework's settings "
-            "(docs/integrations.md says how)"
+            "(docs/guides/integrations.md says how)"
         )
     if takes_local_steps(compressor):
         return LocalSteps(model, list(optimizers), compressor, **options)

@@ -1,6 +1,6 @@
 """Programs on several hosts of this machine: over slow links (`Lab`) or loopback (`Loopback`).
 
-How a lab lives and dies (see also docs/lab.md): the process that opens one, its owner, checks what
+How a lab lives and dies (docs/guides/lab.md): the process that opens one, its owner, checks what
 is asked for (`topology`) and starts a second process, the holder (`holder`). That one alone makes
 the namespaces, switches and links (`network`) and keeps them open; nothing else does, so they are
 gone when it is. Where links have delay, jitter or loss (`distance`), it starts a third process that

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SLOWEST, FASTEST = 10 * UNITS["kbit"], 10 * UNITS["gbit"]
-# What a lab with distance was seen to reach on two busy cores, see docs/lab.md; with loss packets
-# are carried one by one.
+# What a lab with distance was seen to reach on two busy cores (docs/guides/lab.md); with loss
+# packets are carried one by one.
 FASTEST_DISTANT, FASTEST_LOSSY = UNITS["gbit"], 200 * UNITS["mbit"]
 
 TIME_UNITS = {"us": 10**6, "ms": 10**3, "s": 1}  # in a second
@@ -29,7 +29,7 @@ MOST_HOSTS = 250  # addresses of the one subnet, with some to spare
 INTERFACE = "wire0"  # the name of each host's end of its link
 NETWORK = ip_network("10.77.0.0/24")
 
-# Both were measured, see docs/lab.md.
+# Both were measured, see docs/guides/lab.md.
 BURST_SECONDS = 0.001
 LEAST_BURST_BYTES = 5 * 1514
 QUEUE_SECONDS = 0.05
@@ -380,7 +380,7 @@ def _check_limits(links: Sequence[LinkSettings]) -> None:
         raise ValueError(
             f"with delay, jitter or loss a rate must be at most {FASTEST_DISTANT // 10**6}mbit, "
             f"with loss {FASTEST_LOSSY // 10**6}mbit, got {fastest / 10**6:g}mbit: one process "
-            "carries all packets of such a lab (see docs/lab.md)"
+            "carries all packets of such a lab (see docs/guides/lab.md)"
         )
 
 

@@ -53,10 +53,10 @@ def attach(
 
     Args:
         model: a DistributedDataParallel module without a communication hook, or one that
-            `fully_shard` was applied to (FSDP2, see docs/fsdp.md). torch.compile around it or
-            inside it is fine.
+            `fully_shard` was applied to (FSDP2, see docs/guides/fsdp.md). torch.compile around it
+            or inside it is fine.
         compressor: a compressor or a policy that chooses one, or the spec of either ("topk:0.01",
-            "auto", see docs/policies.md); a method or its spec ("dgc:0.001", see `thinwire
+            "auto", see docs/guides/policies.md); a method or its spec ("dgc:0.001", see `thinwire
             methods`); or a function from a parameter's name to a compressor or its spec, or to None
             for uncompressed.
         feedback: what is remembered of what was left out: "none", "ef14", "ef21", "ef21m:0.1" or an
@@ -71,7 +71,7 @@ def attach(
             sent uncompressed, unless they come to less than 128 KiB together.
         average: "world" is the mean over all ranks, "senders" that of each element over the ranks
             that sent it, where compressors leave elements out. What one of P ranks has sent is then
-            not divided by P, so steps are larger (see docs/ddp.md). "senders" goes through
+            not divided by P, so steps are larger (see docs/guides/ddp.md). "senders" goes through
             "gather", without `nodes`.
         exclude: patterns of parameter names, as in a shell ("embed*", "*.head.*").
         scaler: the GradScaler of this model, if there is one: residuals follow its scale and stay

@@ -28,7 +28,7 @@ class Reducer(AveragingWire):
 
     Args:
         compressor: a compressor or a policy that chooses one, or the spec of either ("topk:0.01",
-            "auto", see docs/policies.md); a method or its spec ("dgc:0.001", see `thinwire
+            "auto", see docs/guides/policies.md); a method or its spec ("dgc:0.001", see `thinwire
             methods`); or a function from a tensor's name to a compressor or its spec, or to None
             for uncompressed.
         feedback: what is remembered of what was left out: "none", "ef14", "ef21", "ef21m:0.1" or an
@@ -40,7 +40,7 @@ class Reducer(AveragingWire):
             is about then.
         average: "world" is the mean over all ranks, "senders" that of each element over the ranks
             that sent it, where compressors leave elements out. What one of P ranks has sent is then
-            not divided by P, so steps are larger (see docs/ddp.md). "senders" goes through
+            not divided by P, so steps are larger (see docs/guides/ddp.md). "senders" goes through
             "gather", without `nodes`.
         min_numel: tensors with fewer than two dimensions or with fewer elements than this are sent
             uncompressed, together; 0, the default, compresses all that is given.

@@ -118,7 +118,7 @@ class Wire:
             self._return_momentum = None
 
     def stats(self) -> Stats:
-        """Bytes, seconds and errors so far, for each tensor and in total; see docs/ddp.md."""
+        """Bytes, seconds and errors so far, by tensor and in total; see docs/guides/ddp.md."""
         return stats_of(self)
 
     def summary(self, rows: int = 20) -> str:
@@ -222,7 +222,7 @@ class Wire:
                 warnings.warn(
                     f"{found.name} divides by a running second moment of the gradient, and {why}. "
                     f"Training will be slower than uncompressed, or end at a higher loss. Use "
-                    f"{self._advice} instead (docs/which-method.md)",
+                    f"{self._advice} instead (docs/guides/which-method.md)",
                     ThinwireWarning,
                     stacklevel=3,
                 )

@@ -10,7 +10,7 @@ from thinwire.compare.document import Document
 from thinwire.formatting import in_words, show_number, show_rate
 from thinwire.lab import parse_rate
 from thinwire.report.figure import INK, PAPER, log_axis, style_axes
-from thinwire.report.picture import WIDTH, Picture, add_legend, legend_rows, looks
+from thinwire.report.picture import WIDTH, Chart, Picture, Series, add_legend, legend_rows, looks
 from thinwire.report.words import digits, labels
 
 # Methods as rows
@@ -133,7 +133,7 @@ def _split(document: Document, share: bool) -> Picture | str:
     if share:
         text = f"The same in percent; parts below {100 * LEGIBLE:.0f} % bear no number."
         return Picture("step-share", "Share of each part of a step", text, height, draw)
-    text = "Mean over steps and seeds; the number is the whole step."
+    text = "A typical step, as in the table, divided as all steps are on average; means over seeds."
     return Picture("step-split", "Where the time of a step goes", text, height, draw)
 
 
@@ -309,7 +309,17 @@ def links(document: Document) -> Picture | str:
     if len(points) < len(document.sweep):
         text += " Links that are no single rate are left out."
     height = 3.4 + 0.19 * legend_rows(chosen)
-    return Picture("links", "Step time by rate of the links", text, height, draw)
+    series = [
+        Series(
+            name,
+            look[name],
+            False,
+            [[p.bits / 1e6, p.seconds[name]] for p in points if name in p.seconds],
+        )
+        for name in names
+    ]
+    chart = Chart("rate of the links, Mbit/s", "seconds per step", (True, True), series)
+    return Picture("links", "Step time by rate of the links", text, height, draw, chart)
 
 
 def where_it_pays(document: Document) -> list[tuple[str, str]]:

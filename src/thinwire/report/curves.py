@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from thinwire.compare.analysis import window_of
 from thinwire.compare.document import Document, TrainingRun
 from thinwire.report.figure import log_axis, style_axes
-from thinwire.report.picture import Look, Picture, add_legend, legend_rows, looks
+from thinwire.report.picture import Chart, Look, Picture, Series, add_legend, legend_rows, looks
 
 Array = NDArray[np.float64]
 Axis = Literal["seconds", "megabytes"]
@@ -175,6 +175,7 @@ def _picture(
     low, high, outside = _limits(document, curves)
     if outside:
         text += " The vertical axis is fitted to the methods that did not diverge."
+    steep = low > 0 and _is_wide([low, high], STEEP)
     thinned = {name: thin(curve, log) for name, curve in curves.items()}
     chosen = [look[name] for name in curves]
 
@@ -189,12 +190,29 @@ def _picture(
         else:
             axes.set_xlim(left=0)
         axes.set_ylim(low, high)
-        if low > 0 and _is_wide([low, high], STEEP):
+        if steep:
             log_axis(axes, "y")
         style_axes(axes, *axes_names)
         add_legend(figure, chosen)
 
-    return Picture(name, title, text, 3.4 + 0.19 * legend_rows(chosen), draw)
+    diverged = {method.name for method in document.methods if method.diverged}
+    series = [
+        Series(name, look[name], name in diverged, _points(curve))
+        for name, curve in thinned.items()
+    ]
+    chart = Chart(*axes_names, (log, steep), series)
+    return Picture(name, title, text, 3.4 + 0.19 * legend_rows(chosen), draw, chart)
+
+
+def _points(curve: Curve) -> list[list[float | None]]:
+    """Five digits: more than a screen has pixels. Without a band where there is one seed."""
+    banded = bool(np.any(curve.high > curve.low))
+    columns = curve if banded else (curve.x, curve.middle)
+    return [[_digits(value) for value in row] for row in zip(*columns, strict=True)]
+
+
+def _digits(value: float) -> float | None:
+    return float(f"{value:.5g}") if np.isfinite(value) else None
 
 
 def _line(axes: Any, curve: Curve, look: Look, marks: int | None, shift: float) -> None:

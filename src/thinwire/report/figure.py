@@ -81,6 +81,11 @@ def log_axis(axes: Any, which: str) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def on_page(color: str) -> str:
+    """A colour in the words of a page, which may be dark."""
+    return _ON_PAGE.get(color, _ON_PAGE.get(color.lower(), color))
+
+
 def svg(figure: Any, label: str, salt: str) -> Markup:
     """The figure as an <svg> element whose ink is the colour of the text around it.
 

@@ -1,5 +1,6 @@
 """The report as a folder: one self-contained page, its pictures as PNG, and the data."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -93,6 +94,7 @@ class FailedMethod(NamedTuple):
     seeds: int  # that it finished
     line: str
     text: str
+    output: str  # of the hosts that failed
 
 
 def write(document: Document, folder: Path) -> list[Path]:
@@ -141,6 +143,12 @@ def draw(document: Document) -> DrawnReport:
         missing = [one for one in made if isinstance(one, str)]
         sections.append(PageSection(heading, figures, list(dict.fromkeys(missing))))
     settings = document.settings
+    charts = {
+        one.picture.name: one.picture.chart.to_json()
+        for section in sections
+        for one in section.figures
+        if one.picture.chart is not None
+    }
     html = environment().get_template("comparison.html.j2").render(
         title=f"thinwire compare: {_where(settings)}",
         scope=_scope(document),
@@ -151,12 +159,19 @@ def draw(document: Document) -> DrawnReport:
         rows=[_row(method, document) for method in document.methods],
         failed=[_failed(method) for method in document.methods if method.error is not None],
         sections=sections,
+        charts=_inside_script(charts),
         pays=where_it_pays(document),
         settings=_shown(settings.model_dump(exclude={"command"})),
         machine=_shown({**document.machine, **document.versions}),
         files=list(pictures),
     )  # fmt: skip
     return DrawnReport(share_glyphs(html), pictures)
+
+
+def _inside_script(values: Any) -> Markup:
+    """JSON that no browser takes for the end of the script, or for a comment."""
+    text = json.dumps(values, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 # Words above the results
@@ -250,7 +265,8 @@ def _failed(method: MethodResult) -> FailedMethod:
     text = (method.error or "").strip()
     line = one_line(text)
     line = line if len(line) <= SHOWN else f"{line[:SHOWN]}…"
-    return FailedMethod(method.name, len(method.runs), line, text if line != text else "")
+    whole = text if line != text else ""
+    return FailedMethod(method.name, len(method.runs), line, whole, (method.output or "").strip())
 
 
 # Settings and machine, as lists

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from thinwire.compare.document import Document
-from thinwire.report.figure import COLORS, INK, new_figure, png, settle, svg
+from thinwire.report.figure import COLORS, INK, new_figure, on_page, png, settle, svg
 from thinwire.report.words import labels
 
 # Baseline apart, the methods take these in turn; together they repeat only after 36. Blue and sky
@@ -29,12 +29,46 @@ class Look(NamedTuple):
     width: float
 
 
+class Series(NamedTuple):
+    """A line of a chart: points (x, y) or (x, y, lowest, highest); None where y is not finite."""
+
+    name: str
+    look: Look
+    diverged: bool
+    points: list[list[float | None]]
+
+    def to_json(self) -> dict[str, Any]:
+        dash = "" if self.look.line == "-" else " ".join(f"{2 * n:g}" for n in self.look.line[1])
+        return {
+            "name": self.name,
+            "color": on_page(self.look.color),
+            "dash": dash,
+            "width": self.look.width,
+            "diverged": self.diverged,
+            "points": self.points,
+        }
+
+
+class Chart(NamedTuple):
+    """What a picture of lines shows, as charts.js draws it."""
+
+    x: str
+    y: str
+    log: tuple[bool, bool]  # of x and y, at first
+    series: list[Series]
+
+    def to_json(self) -> dict[str, Any]:
+        series = [each.to_json() for each in self.series]
+        return {"x": self.x, "y": self.y, "log": list(self.log), "series": series}
+
+
 class Picture(NamedTuple):
     name: str  # of the file, without .png
     title: str
     text: str  # what a reader should know to read it
     height: float  # in inches
     draw: Callable[[Any], None]  # onto a figure
+    chart: "Chart | None" = None  # the same for a reader with JavaScript
 
     def render(self, mark: str) -> tuple[Markup, bytes]:
         """For a page, which has the title as a heading, and for a file, with its title.

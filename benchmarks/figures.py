@@ -1,0 +1,620 @@
+"""Write the figures of README.md and docs/benchmarks.md from the records.
+
+    python benchmarks/figures.py            write them (make figures)
+    python benchmarks/figures.py --check    only say which blocks differ from the records
+
+A block in a document stands between ``<!-- figures NAME -->`` and ``<!-- /figures -->``; everything
+in it comes from the newest record of a family. The family of a record is its file name before the
+date: a new record takes the place of the old one by being newer, and nothing here has to be edited.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+BLOCK = re.compile(r"(<!-- figures ([\w-]+) -->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
+_DATED = re.compile(r"(.+?)-(\d{4}-\d\d-\d\d)(.*)")
+
+
+class Record(NamedTuple):
+    path: Path
+    family: str
+    data: dict[str, Any]
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """Where date, machine and versions stand."""
+        found: dict[str, Any] = self.data if "date" in self.data else self.data["bench"]
+        return found
+
+    @property
+    def measured(self) -> Any:
+        return self.data.get("measured", self.data)
+
+    @property
+    def bench(self) -> dict[str, Any]:
+        """The document of `thinwire bench` in a record of the compressors' targets."""
+        found: dict[str, Any] = self.measured["bench"]
+        return found
+
+    @property
+    def commit(self) -> str:
+        """As far as it is known: older records read it when they were written."""
+        started = self.data.get("started")
+        if started:
+            return f"{started['commit']}{' and uncommitted code' if started['dirty'] else ''}"
+        return str(self.head["versions"]["commit"]).replace("-dirty", " and uncommitted code")
+
+    @property
+    def command(self) -> str:
+        given = self.data.get("started", {}).get("command")
+        return str(given or self.data.get("settings", {}).get("command") or "")
+
+
+def all_records() -> list[Record]:
+    found = []
+    for path in sorted(RECORDS.glob("*.json")):
+        name = _DATED.fullmatch(path.stem)
+        if name is None:
+            raise SystemExit(f"{path.name}: expected NAME-YYYY-MM-DD.json")
+        found.append(Record(path, name[1], json.loads(path.read_text())))
+    return found
+
+
+def newest() -> dict[str, Record]:
+    """By family."""
+    return {r.family: r for r in sorted(all_records(), key=lambda r: r.head["date"])}
+
+
+# Words and tables
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [
+        f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |" for row in lines
+    ]
+
+
+def spread(values: Sequence[float], form: str = ".1f") -> str:
+    """The mean, and in parentheses how far the values lie apart."""
+    mean = format(statistics.fmean(values), form)
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):{form}} to {max(values):{form}})"
+
+
+def between(value: float, lowest: float, highest: float, form: str = ".0f") -> str:
+    return f"{value:{form}} ({lowest:{form}} to {highest:{form}})"
+
+
+def times(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value < 20 else f"{value:.0f}"
+
+
+def machine_of(record: Record) -> str:
+    there, versions = record.head["machine"], record.head["versions"]
+    return f"{there['cpu']}, {there['cores']} cores, torch {versions['torch']}"
+
+
+def source(record: Record, page: Path, command: str) -> list[str]:
+    """Where figures come from: the command, the record, the machine, what to know of the run."""
+    link = os.path.relpath(record.path, page.parent)
+    line = (
+        f"`{record.command or command}`; [record]({link}) of {record.head['date'][:10]}, commit "
+        f"{record.commit}; {machine_of(record)}."
+    )
+    notes = [f"{note[0].upper()}{note[1:].rstrip('.')}." for note in record.head.get("notes", [])]
+    return ["", " ".join([line, *notes])]
+
+
+def code(method: str) -> str:
+    return f"`{method.replace('+ef14', '')}`" + (" + EF14" if method.endswith("+ef14") else "")
+
+
+# Comparisons
+
+
+def title_of(method: dict[str, Any], baseline: str) -> str:
+    if method["name"] == baseline:
+        return "plain DDP, fp32"
+    if method["kind"] == "torch":
+        return f"torch's {method['name'].removeprefix('torch:')} hook"
+    return code(method["name"])
+
+
+def comparison_rows(
+    document: dict[str, Any], names: Sequence[str] | None = None
+) -> list[list[str]]:
+    rows = []
+    for method in document["methods"]:
+        if names is not None and method["name"] not in names:
+            continue
+        found, title = method["summary"], title_of(method, document["baseline"])
+        if not found:
+            error = (method["error"] or "failed").splitlines()[0]
+            error = error.partition(":")[0] if len(error) > 40 else error
+            rows.append([title, f"fails: {error}", "", "", "", "", ""])
+            continue
+        metric, target = found["final_metric"], found["to_target"]
+        rows.append(
+            [
+                title,
+                f"{metric['mean']:.2f} ({metric['lowest']:.2f} to {metric['highest']:.2f})"
+                if metric["lowest"] != metric["highest"]
+                else f"{metric['mean']:.2f}",
+                f"{1000 * found['step_seconds']:.0f}",
+                f"{target['seconds']:.0f} s" if target else "not reached",
+                times(target["speedup"]) if target else "",
+                f"{found['megabytes_a_step']:.3f}",
+                times(found["fewer_bytes"]),
+            ]
+        )
+    return rows
+
+
+def comparison(record: Record) -> list[str]:
+    document, settings = record.data, record.data["settings"]
+    columns = (
+        *("gradients", settings["metric"], "ms per step"),
+        *("DDP's final loss (within 2 %) after", "times sooner", "MB per step", "times fewer"),
+    )
+    lines = table(columns, comparison_rows(document))
+    lines += ["", f"{settings['hosts']} hosts, links of {settings['links'][0]}, "]
+    lines[-1] += f"{settings['parameters']:,} parameters, {settings['steps']} steps, "
+    lines[-1] += f"{len(settings['seeds'])} seed{'s' * (len(settings['seeds']) > 1)}."
+    if document["sweep"]:
+        ours = [m["name"] for m in document["methods"] if m["kind"] != "torch" and m["summary"]]
+        rows = []
+        for entry in document["sweep"]:
+            step = entry["step_seconds"]
+            known = {name: step[name] for name in ours if step.get(name)}
+            best = min(known, key=known.__getitem__)
+            gain = step[document["baseline"]] / known[best]
+            rows.append([entry["link"], f"{1000 * step[document['baseline']]:.0f}", code(best)])
+            rows[-1] += [f"{1000 * known[best]:.0f}", f"{gain:.2f}"]
+        lines += ["", "By the rate of the links:", ""]
+        lines += table(
+            ("link", "plain DDP, ms per step", "best of ours", "ms per step", "times faster"), rows
+        )
+    return lines
+
+
+def front(records: dict[str, Record], page: Path) -> list[str]:
+    """The README's table: plain DDP, torch's hooks, the two of ours that are soonest."""
+    record = records["compare-images"]
+    document = record.data
+    ours = [m for m in document["methods"] if m["kind"] != "torch" and m["summary"]]
+    reached = [m for m in ours if m["summary"]["to_target"]]
+    reached.sort(key=lambda m: m["summary"]["to_target"]["seconds"])
+    torch_ran = [m["name"] for m in document["methods"] if m["kind"] == "torch" and m["summary"]]
+    names = [*torch_ran[:3], *(m["name"] for m in reached[:2])]
+    rows = [[row[0], row[1], row[3], row[4], row[6]] for row in comparison_rows(document, names)]
+    columns = (
+        *("gradients", document["settings"]["metric"], "DDP's final loss after"),
+        *("times sooner", "times fewer bytes"),
+    )
+    settings, link = document["settings"], os.path.relpath(record.path, page.parent)
+    share = statistics.fmean(
+        run["split"]["network"] / sum(run["split"].values())
+        for method in document["methods"]
+        if method["name"] == document["baseline"]
+        for run in method["runs"]
+    )
+    text = (
+        f"A CNN of {settings['parameters']:,} parameters under SGD, {settings['hosts']} hosts, "
+        f"links of {settings['links'][0]}, where plain DDP spends {100 * share:.0f} % of a step on "
+        "the network; "
+        f"{settings['steps']} steps, means of {len(settings['seeds'])} seeds ([record]({link}))."
+    )
+    lines = [*table(columns, rows), "", text]
+    if "compare-text-10mbit" in records:
+        lines += ["", adam_sentence(records["compare-text-10mbit"], page)]
+    return lines
+
+
+def adam_sentence(record: Record, page: Path) -> str:
+    document, settings = record.data, record.data["settings"]
+    reached = {
+        m["name"]: m
+        for m in document["methods"]
+        if m["summary"] and m["summary"]["to_target"] and m["name"] != document["baseline"]
+    }
+    ours = [m for m in reached.values() if m["kind"] != "torch"]
+    best = max(ours, key=lambda m: m["summary"]["to_target"]["speedup"])
+    text = (
+        f"A transformer of {settings['parameters']:,} parameters under AdamW at "
+        f"{settings['links'][0]}: {code(best['name'])} reaches DDP's final loss "
+        f"{times(best['summary']['to_target']['speedup'])} times sooner"
+    )
+    hooks = [m for m in reached.values() if m["kind"] == "torch"]
+    if hooks:
+        other = max(hooks, key=lambda m: m["summary"]["to_target"]["speedup"])
+        gain = times(other["summary"]["to_target"]["speedup"])
+        text += f", {title_of(other, '')} {gain} times"
+    seeds = len(settings["seeds"])
+    link = os.path.relpath(record.path, page.parent)
+    return (
+        f"{text} ({settings['steps']} steps, {seeds} seed{'s' * (seeds > 1)}, [record]({link})). "
+        "Over more steps the distance to DDP grows."
+    )
+
+
+# The other studies
+
+
+def convergence(record: Record) -> list[str]:
+    metrics: dict[str, list[float]] = {}
+    for row in record.measured:
+        metrics.setdefault(row["name"], []).append(row["metric"])
+    form = ".1f" if record.data["settings"]["workload"] == "images" else ".3f"
+    unit = "test accuracy, %" if form == ".1f" else "test nll, nats per character"
+    return table(("gradients", unit), ([f"`{k}`", spread(v, form)] for k, v in metrics.items()))
+
+
+def methods(record: Record) -> list[str]:
+    rows, dense = record.measured, record.measured[0]["megabytes_a_step"]
+    form = ".1f" if "accuracy" in rows[0]["unit"] else ".3f"
+    return table(
+        ("method", rows[0]["unit"], "MB per step", "times fewer"),
+        (
+            [
+                f"`{row['method']}`",
+                spread(row["metric"], form),
+                f"{row['megabytes_a_step']:.3f}",
+                times(dense / row["megabytes_a_step"]),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def method_costs(record: Record) -> list[str]:
+    found: dict[str, list[float]] = {}
+    for row in record.measured:
+        found.setdefault(f"{row['method']} {row['collective']}".strip(), []).append(row["ms"])
+    return table(
+        ("method, collective", "ms per step, median (lowest to highest)"),
+        (
+            [f"`{name}`", between(statistics.median(ms), min(ms), max(ms))]
+            for name, ms in found.items()
+        ),
+    )
+
+
+def collectives(record: Record) -> list[str]:
+    rows = record.measured["slow"]
+    dense = rows[0]["seconds"]
+    return table(
+        ("all-reduce", "ms, median (lowest to highest)", "times faster", "MB on each link"),
+        (
+            [
+                f"`{row['name']}`",
+                between(1e3 * row["seconds"], 1e3 * row["lowest"], 1e3 * row["highest"]),
+                times(dense / row["seconds"]),
+                f"{row['counted_bytes'] / 1e6:.1f}",
+            ]
+            for row in rows
+        ),
+    )
+
+
+def hierarchical(record: Record) -> list[str]:
+    return table(
+        ("all-reduce", "ms, median (lowest to highest)", "MB between racks"),
+        (
+            [
+                f"`{row['name']}`",
+                between(1e3 * row["seconds"], 1e3 * row["lowest"], 1e3 * row["highest"]),
+                f"{row['between_counted'] / 1e6:.2f}",
+            ]
+            for row in record.measured
+        ),
+    )
+
+
+def wan(record: Record) -> list[str]:
+    return table(
+        ("hosts", "all-reduce", "bytes", "ms, median (lowest to highest)", "round trips"),
+        (
+            [
+                str(row["hosts"]),
+                f"`{row['name']}`",
+                f"{row['num_bytes']:,}",
+                between(1e3 * row["seconds"], 1e3 * row["lowest"], 1e3 * row["highest"]),
+                f"{row['round_trips']:.1f}",
+            ]
+            for row in record.measured
+        ),
+    )
+
+
+def compressors(record: Record) -> list[str]:
+    group = record.bench["groups"][0]
+    base = group["baseline"]
+    lines = table(
+        (
+            *("compressor", "ratio", "encode, in passes of `r += g` (lowest to highest)"),
+            *("times faster than eager PyTorch", "decode, in passes", "extra memory / tensor"),
+        ),
+        (
+            [
+                f"`{row['compressor']}`",
+                f"{row['compression_ratio']:.1f}",
+                between(
+                    row["encode"]["passes"],
+                    row["encode"]["lowest_seconds"] / base["median_seconds"],
+                    row["encode"]["highest_seconds"] / base["median_seconds"],
+                    ".1f",
+                ),
+                times(row["encode"]["speedup"]),
+                f"{row['decode']['passes']:.1f}",
+                "" if row["extra_memory"] is None else f"{row['extra_memory']:.2f}",
+            ]
+            for row in group["rows"]
+        ),
+    )
+    return [
+        *lines,
+        "",
+        f"{group['numel'] / 1e6:.1f} M {group['dtype']} elements with a residual, medians of "
+        f"{base['rounds']} interleaved rounds; one pass of `r += g` takes "
+        f"{1e3 * base['median_seconds']:.1f} ms "
+        f"({1e3 * base['lowest_seconds']:.1f} to {1e3 * base['highest_seconds']:.1f}).",
+    ]
+
+
+def hook(record: Record) -> list[str]:
+    """All records of the family: the hook's overhead is near its target, and runs differ."""
+    rows = []
+    for each in all_records():
+        if each.family == record.family:
+            overhead, pipeline = each.measured["overhead"], each.measured["pipeline"]
+            longer = max(pipeline["backward"], pipeline["exchange"])
+            rows.append(
+                [
+                    each.path.stem,
+                    f"{overhead['attach none'] / overhead['plain DDP']:.3f}",
+                    f"{pipeline['both at a time'] / longer:.2f}",
+                    f"{pipeline['one after the other / longer']:.2f}",
+                ]
+            )
+    return table(
+        (
+            *("record", "step with `none` / plain DDP", "backward and exchange / the longer one"),
+            "one after the other / the longer one",
+        ),
+        rows,
+    )
+
+
+def link_policy(record: Record) -> list[str]:
+    phase = int(record.data["settings"]["phase"])
+    rows = []
+    for row in record.measured:
+        last = row["rows"][2 * phase : 3 * phase]
+        lossy = sum(step["now"] not in (["none"], ["None"]) for step in last)
+        rows.append([f"`{row['policy']}`", f"{row['rows'][-1]['seconds']:.0f} s"])
+        rows[-1].append(f"{lossy} of {len(last)}")
+    return table(("policy", "the whole run", "steps compressed after the return"), rows)
+
+
+def accuracy_policy(record: Record) -> list[str]:
+    rows = []
+    for row in record.measured:
+        metrics = [step["metric"] for step in row["rows"] if step.get("metric") is not None]
+        sent = statistics.fmean(step["bytes"] for step in row["rows"])
+        rows.append([f"`{row['policy']}`", f"{metrics[-1]:.1f}" if metrics else ""])
+        rows[-1].append(f"{sent / 1e6:.4f}")
+    return table(("policy", "test accuracy, %", "MB per step"), rows)
+
+
+def sharded(record: Record) -> list[str]:
+    rows = []
+    for part in ("fsdp", "hsdp"):
+        found = record.measured.get(part) or []
+        for row in found:
+            each = row["all_seconds"]
+            rows.append(
+                [
+                    part.upper(),
+                    f"`{row['name']}`" if row["name"] != "plain" else "plain",
+                    between(row["seconds"], min(each), max(each), ".2f"),
+                    f"{row['bytes_counted'] / 1e6:.1f}",
+                    times(found[0]["seconds"] / row["seconds"]),
+                ]
+            )
+    return table(
+        ("model", "gradients", "s per step (lowest to highest)", "MB per step", "times faster"),
+        rows,
+    )
+
+
+def sharded_loss(record: Record) -> list[str]:
+    found: dict[str, list[float]] = {}
+    for row in record.measured["loss"]:
+        found.setdefault(row["name"], []).append(row["nll"])
+    return table(
+        ("gradients", "test nll"), ([f"`{k}`", spread(v, ".3f")] for k, v in found.items())
+    )
+
+
+def local(record: Record) -> list[str]:
+    rows = record.measured["trained"]
+    dense = statistics.fmean(rows[0]["nll"])
+    return table(
+        ("method", "learning rate", "test nll", "above DDP, %", "times fewer bytes"),
+        (
+            [
+                f"`{row['method']}`",
+                f"{row['learning_rate']:g}",
+                spread(row["nll"], ".3f"),
+                f"{100 * (statistics.fmean(row['nll']) / dense - 1):.1f}",
+                times(row["fewer"]),
+            ]
+            for row in rows
+        ),
+    )
+
+
+def federated(record: Record) -> list[str]:
+    rows = []
+    for row in record.measured:
+        last = [curve[-1] for curve in row["curves"]]
+        rows.append([f"`{row['method']}`", spread([point["accuracy"] for point in last])])
+        rows[-1].append(f"{statistics.fmean(point['megabytes'] for point in last):.1f}")
+    return table(("uploads", "test accuracy, %", "MB uploaded"), rows)
+
+
+def torch_hooks(record: Record) -> list[str]:
+    rows = []
+    for row in record.measured:
+        failure = " ".join(str(row.get("failure") or "").split())
+        failure = failure.rpartition("running the callback: ")[2]  # what the wrappers say
+        came = f"{row['metric']:.1f} %" if row.get("metric") is not None else f"`{failure[:100]}`"
+        rows.append([row["name"], came])
+    return table(("hook", "test accuracy, or what it raised"), rows)
+
+
+def others(record: Record) -> list[str]:
+    rows = []
+    for row in record.measured:
+        if row.get("error"):
+            rows.append([row["name"], row["error"], "", "", ""])
+            continue
+        timing = [
+            between(*(1e3 * row[part][key] for key in ("median", "lowest", "highest")))
+            for part in ("encode", "decode")
+        ]
+        rows.append([row["name"], *timing, f"{row['ratio']:.1f}", f"{row['relative_error']:.2g}"])
+    parts = (f"{part}, ms (lowest to highest)" for part in ("encode", "decode"))
+    return table(("codec", *parts, "ratio", "relative error"), rows)
+
+
+class Block(NamedTuple):
+    draw: Callable[[Record], list[str]]
+    command: str  # for records that do not name theirs
+
+
+BLOCKS: dict[str, Block] = {
+    "collectives": Block(collectives, "python benchmarks/collectives.py"),
+    "compare-images": Block(comparison, "python benchmarks/compare.py"),
+    "compare-text": Block(comparison, "python benchmarks/compare.py --workload text"),
+    "compare-text-10mbit": Block(comparison, "thinwire compare --workload text"),
+    "compare-text-100mbit": Block(comparison, "thinwire compare --workload text"),
+    "convergence-images": Block(convergence, "python benchmarks/convergence.py"),
+    "convergence-text": Block(convergence, "python benchmarks/convergence.py --workload text"),
+    "ddp": Block(hook, "python benchmarks/ddp.py"),
+    "federated": Block(federated, "python benchmarks/federated.py"),
+    "federated-200-rounds": Block(federated, "python benchmarks/federated.py --rounds 200"),
+    "fsdp": Block(sharded, "python benchmarks/fsdp.py --parts fsdp hsdp"),
+    "fsdp-loss": Block(sharded_loss, "python benchmarks/fsdp.py --parts loss"),
+    "hierarchical": Block(hierarchical, "python benchmarks/hierarchical.py"),
+    "hierarchical-8-hosts": Block(hierarchical, "python benchmarks/hierarchical.py --hosts 8"),
+    "local": Block(local, "python benchmarks/local.py"),
+    "methods-cost-4": Block(method_costs, "python benchmarks/methods.py --cost"),
+    "methods-cost-8": Block(method_costs, "python benchmarks/methods.py --cost --ranks 8"),
+    "methods-images": Block(methods, "python benchmarks/methods.py --workload images"),
+    "methods-text": Block(methods, "python benchmarks/methods.py --workload text --steps 80"),
+    "others": Block(others, "python benchmarks/others.py"),
+    "policies-accuracy": Block(accuracy_policy, "python benchmarks/policies.py accuracy"),
+    "policies-link": Block(link_policy, "python benchmarks/policies.py link"),
+    "targets": Block(compressors, "python benchmarks/targets.py"),
+    "torch-hooks": Block(torch_hooks, "python benchmarks/convergence.py --only nothing-of-ours"),
+    "wan": Block(wan, "python benchmarks/wan.py"),
+}
+
+
+def all_targets(records: dict[str, Record], page: Path) -> list[str]:
+    """A row for each target of each newest record."""
+    rows, met = [], 0
+    for record in records.values():
+        link = os.path.relpath(record.path, page.parent)
+        for target in record.data.get("targets", []):
+            met += target["met"]
+            figure = target["figure"]
+            rows.append(
+                [
+                    f"[{record.family}]({link})",
+                    f"{target['what']}",
+                    "not measured" if figure is None or figure != figure else f"{figure:.3g}",
+                    target["bound"],
+                    "met" if target["met"] else "**missed**",
+                ]
+            )
+    rows.sort(key=lambda row: row[0])
+    lines = table(("record", "what", "figure", "target", ""), rows)
+    return [f"{met} of {len(rows)} are met.", "", *lines]
+
+
+def all_sources(records: dict[str, Record], page: Path) -> list[str]:
+    """Every record that is kept, superseded ones too."""
+    rows = []
+    for record in all_records():
+        link = os.path.relpath(record.path, page.parent)
+        block = BLOCKS.get(record.family)
+        command = record.command or (block.command if block else "")
+        newer = records[record.family].path != record.path
+        rows.append(
+            [
+                f"[{record.path.stem}]({link})",
+                f"`{command}`" if command else "",
+                record.commit,
+                machine_of(record),
+                "an older one" if newer else "",
+            ]
+        )
+    return table(("record", "command", "commit", "machine", ""), rows)
+
+
+PAGE_BLOCKS: dict[str, Callable[[dict[str, Record], Path], list[str]]] = {
+    "all-records": all_sources,
+    "all-targets": all_targets,
+    "front": front,
+}
+
+
+def drawn(name: str, records: dict[str, Record], page: Path) -> list[str]:
+    """The lines of a block. Raises KeyError for an unknown block or family."""
+    if name in PAGE_BLOCKS:
+        return PAGE_BLOCKS[name](records, page)
+    block, record = BLOCKS[name], records[name]
+    return [*block.draw(record), *source(record, page, block.command)]
+
+
+def rewritten(page: Path, text: str, records: dict[str, Record]) -> str:
+    """The text of a page with its figures as the records have them."""
+
+    def block(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{chr(10).join(drawn(found[2], records, page))}\n\n{found[4]}"
+
+    return BLOCK.sub(block, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if figures differ")
+    options = parser.parse_args()
+    records, changed = newest(), False
+    for page in PAGES:
+        text = page.read_text()
+        new = rewritten(page, text, records)
+        if new != text:
+            changed = True
+            print(f"{page.relative_to(ROOT)}: figures differ from the records", file=sys.stderr)
+            if not options.check:
+                page.write_text(new)
+    return int(changed and options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
