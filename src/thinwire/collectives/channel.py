@@ -1,9 +1,10 @@
 """One FIFO thread and one link for each (process, group): all exchanges of a group, in order.
 
 Ranks agree on the order of exchanges because each submits them in program order and one thread
-carries them out. While one moves its data, a second thread prepares the next, if the two share no
-memory: so compressing a layer and sending the one before overlap. No more than one is prepared
-ahead. The link is made with the first exchange. A channel ends with its process group, with the
+carries them out. While one moves its data, a second thread prepares the next and a third finishes
+the one before, if they share no memory: so compressing a layer, sending the one before and adding
+up what came of a third overlap. No more than one is prepared ahead, and one left to be finished.
+The link is made with the first exchange. A channel ends with its process group, with the
 interpreter, or with the first exchange that loses a peer.
 """
 
@@ -44,9 +45,11 @@ class Runnable(Protocol):
 
     def run(self, link: Link, limit: timedelta) -> None: ...
 
+    def complete(self, link: Link) -> None: ...
+
     def prepare_early(self) -> None: ...
 
-    def may_prepare_beside(self, other: Any) -> bool: ...
+    def may_run_beside(self, other: Any) -> bool: ...
 
 
 class Channel:
@@ -62,7 +65,10 @@ class Channel:
         self._moving: Runnable | None = None  # what is under way, once it is prepared
         self._next: deque[Any] = deque()  # at most one that was taken from the queue ahead of time
         self._preparing: Future[None] | None = None  # the preparation of that
-        self._preparer: ThreadPoolExecutor | None = None
+        self._preparer = _Worker(f"thinwire {members.name} preparer")
+        self._finishing: Runnable | None = None  # what has come and is being written
+        self._finished: Future[None] | None = None  # the end of that
+        self._finisher = _Worker(f"thinwire {members.name} finisher")
         self._link: Link | None = None
         self._end: float | None = None  # when to give up, once that is known
         self._lost: str | None = None
@@ -108,7 +114,7 @@ class Channel:
         """Refuse an exchange beside one of another thread: on another rank it might come first."""
         me, caller = threading.current_thread(), self._caller
         self._background = [each for each in self._background if _is_open(each[1])]
-        if me is self.thread:
+        if me is self.thread or me is self._finisher.thread:
             return
         if caller is not None and caller is not me:
             does = "is inside a call"
@@ -131,23 +137,19 @@ class Channel:
             self._prepare_next()
 
     def _prepare_next(self) -> None:
-        """Have the next exchange prepared while one moves its data."""
-        if self._moving is None or self._next or self._end is not None:
+        """Have the next exchange prepared while one moves its data and another is finished."""
+        if self._moving is None or self._preparing is not None or self._end is not None:
             return
-        try:
-            self._next.append(self._exchanges.get_nowait())
-        except queue.Empty:
-            return
+        if not self._next:
+            try:
+                self._next.append(self._exchanges.get_nowait())
+            except queue.Empty:
+                return
         (following,) = self._next
-        if following is None or not following.may_prepare_beside(self._moving):
-            return
-        if self._preparer is None:
-            name = f"{self.thread.name} preparer"
-            self._preparer = ThreadPoolExecutor(1, thread_name_prefix=name)
-        try:
-            self._preparing = self._preparer.submit(following.prepare_early)
-        except RuntimeError:  # the interpreter ends: it is prepared when its turn comes
-            return
+        under_way = [each for each in (self._moving, self._finishing) if each is not None]
+        if following is not None and all(map(following.may_run_beside, under_way)):
+            # None if the interpreter ends: it is prepared when its turn comes.
+            self._preparing = self._preparer.start(following.prepare_early)
 
     def _take_next(self) -> Any:
         """The next exchange, prepared if that has begun; None at the end.
@@ -196,9 +198,10 @@ class Channel:
                 break
             self._carry_out(item)
             del item  # it holds tensors
+        self._wait_for_finisher()
         self._refuse_the_rest()
-        if self._preparer is not None:
-            self._preparer.shutdown()
+        self._preparer.shutdown()
+        self._finisher.shutdown()
         if self._link is not None:
             self._link.close(farewell=True)
         self._linger()
@@ -233,19 +236,43 @@ class Channel:
         exchange.handle._end(PeerError("the process group has been destroyed"))
 
     def _carry_out(self, exchange: Runnable) -> None:
-        handle = exchange.handle
-        error: BaseException | None = None
-        try:
-            self._run_exchange(exchange)
-        except GivenUpError:
-            error = PeerError("given up: the process group or the interpreter has ended")
-        except BaseException as caught:
-            error = caught
-        if self._lost is None and self._link is not None and self._link.closed:
-            self._lost = str(error)
-        handle.account.lost = self._lost is not None
-        handle._end(error)
+        if self._finishing is not None and not exchange.may_run_beside(self._finishing):
+            self._wait_for_finisher()
+        error = _error_of(lambda: self._run_exchange(exchange))
+        self._wait_for_finisher()  # exchanges end in their order
+        if error is None and self._is_followed():
+            with self._lock:
+                self._finishing = exchange
+            self._finished = self._finisher.start(lambda: self._end_exchange(exchange, None))
+            if self._finished is not None:
+                return
+        self._end_exchange(exchange, error)
         error = None  # its traceback holds this frame, and with it the process group
+
+    def _is_followed(self) -> bool:
+        """Whether another exchange waits for its turn."""
+        with self._lock:
+            return bool(self._next) or not self._exchanges.empty()
+
+    def _end_exchange(self, exchange: Runnable, error: BaseException | None) -> None:
+        """Finish what has come, or not, and tell whoever waits."""
+        link = self._link
+        if error is None:
+            assert link is not None
+            error = _error_of(lambda: exchange.complete(link))
+        if self._lost is None and link is not None and link.closed:
+            self._lost = str(error)
+        exchange.handle.account.lost = self._lost is not None
+        with self._lock:
+            self._finishing = None
+            self._prepare_next()  # may have waited for this one's memory
+        exchange.handle._end(error)
+        error = None
+
+    def _wait_for_finisher(self) -> None:
+        finished, self._finished = self._finished, None
+        if finished is not None:
+            finished.result()
 
     def _run_exchange(self, exchange: Runnable) -> None:
         timeout = exchange.options.timeout or self.members.timeout
@@ -268,6 +295,42 @@ class Channel:
             account.bytes_sent = link.bytes_sent - before[0]
             account.bytes_received = link.bytes_received - before[1]
             account.network_bytes = link.network_bytes - before[2]
+
+
+class _Worker:
+    """A thread of its own, from the first time that there is something to do."""
+
+    def __init__(self, name: str) -> None:
+        self.thread: threading.Thread | None = None
+        self._name = name
+        self._pool: ThreadPoolExecutor | None = None
+
+    def start(self, work: Callable[[], None]) -> Future[None] | None:
+        """Have it done; None if the interpreter ends, and with it all threads."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, self._name, self._begin)
+        try:
+            return self._pool.submit(work)
+        except RuntimeError:
+            return None
+
+    def _begin(self) -> None:
+        self.thread = threading.current_thread()
+
+    def shutdown(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _error_of(work: Callable[[], None]) -> BaseException | None:
+    """What a stage raises."""
+    try:
+        work()
+    except GivenUpError:
+        return PeerError("given up: the process group or the interpreter has ended")
+    except BaseException as error:
+        return error
+    return None
 
 
 def _is_open(reference: "weakref.ref[Handle]") -> bool:

@@ -24,6 +24,7 @@ from thinwire.compressors import Compressor
 from thinwire.errors import MismatchError, PeerError, ReplicaError
 from thinwire.kernels import Key
 from thinwire.kernels.compiling import KernelUse
+from thinwire.telemetry import span
 
 Details = tuple[tuple[str, str], ...]  # (what, in words)
 # Errors that all ranks get, or that come with closed connections.
@@ -38,7 +39,7 @@ class Exchange(ABC):
                    to the others.
     2. `exchange`  meets the others and moves data, until this rank holds, opened and checked, all
                    that it will write.
-    3. `finish`    writes results and residuals.
+    3. `finish`    writes results and residuals; the next exchange may be under way by then.
        `undo`      in place of `finish` when a stage has failed: all is as before the call.
 
     What fails after `prepare` and was not announced closes the connections: the other ranks may
@@ -157,18 +158,10 @@ class Exchange(ABC):
         return None
 
     def run(self, link: Link, limit: timedelta) -> None:
-        """Called by the channel's thread."""
+        """Called by the channel's thread: all stages but the last."""
         call = Call(self.name, self.details)
-        with self._on_own_stream():
+        with self._on_own_stream(), self._telling(link):
             transport = Transport(link, limit, call, self.handle.account, self.device)
-            try:
-                self._carry_out(transport)
-            except Exception as error:
-                error.add_note(f"in {self.handle!r} on rank {self._global_rank}")
-                raise
-
-    def _carry_out(self, transport: Transport) -> None:
-        try:
             try:
                 self.enter(transport)
                 with transport.preparing():
@@ -178,22 +171,33 @@ class Exchange(ABC):
             except BaseException:
                 self.undo()
                 raise
-            with transport.clock("decode"):
-                self.finish()
-        except KNOWN_TO_ALL:
-            raise
-        except BaseException:
-            if not self.handle.account.announced:
+
+    def complete(self, link: Link) -> None:
+        """The last stage, when `run` went well; the next exchange may be under way."""
+        begin, seconds = time.perf_counter(), self.handle.account.seconds
+        with self._on_own_stream(), self._telling(link), span("decode"):
+            self.finish()
+        seconds["decode"] = seconds.get("decode", 0.0) + time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def _telling(self, link: Link) -> Iterator[None]:
+        """What fails inside is told to the others, unless they know."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                error.add_note(f"in {self.handle!r} on rank {self._global_rank}")
+            if not isinstance(error, KNOWN_TO_ALL) and not self.handle.account.announced:
                 # The others may have gone on, or wait for this rank: closed connections tell them.
-                transport.link.close()
+                link.close()
             raise
 
     def memory(self) -> set[int] | None:
         """What tells apart the memory that its stages read and write; None if that is not known."""
         return None
 
-    def may_prepare_beside(self, other: "Exchange") -> bool:
-        """Whether `prepare` may run while another exchange is under way.
+    def may_run_beside(self, other: "Exchange") -> bool:
+        """Whether stages of this one may run while others of an earlier exchange do.
 
         Not if that could see what this one writes, or write what this one reads; not where a limit
         counts the memory of one exchange; not on CUDA, where the two have one stream.

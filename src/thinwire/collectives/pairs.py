@@ -123,6 +123,9 @@ class PairChannel(Channel):
         (self._other,) = members.others
         super().__init__(members, alive)
 
+    def _is_followed(self) -> bool:
+        return False  # by none that is known yet
+
     def look_ahead(self, moving: Runnable) -> None:
         """Exchanges of several tags are not in one order: `_prepare_early` sees to them."""
         return None

@@ -44,6 +44,7 @@ from thinwire.telemetry import Ledger
 UNCOMPRESSED = NoCompression()  # ours; a user's own NoCompression is another object
 AVERAGES = {"world": "AVG", "senders": SENDERS}  # ops, by the names of whom they average over
 STEPS = 1 << 32  # that a key can tell apart
+TURNS = 3
 DIVIDED = 1 << 17  # bytes of uncompressed tensors from which four meetings cost less than they save
 
 
@@ -84,7 +85,7 @@ class UnitReducer:
             self.decide(given)
         self.recalled: Recalled = {}  # the same on all ranks
         self._buffers = ScratchBuffers()
-        # Buffers are two, in turn: one exchange is prepared while the one before moves its data.
+        # Buffers take turns: one exchange is prepared and another finished while a third moves.
         self._turn = 0
         self._last = LastExchange()
         self._last_joint = LastExchange()
@@ -158,7 +159,7 @@ class UnitReducer:
         self, units: Sequence[Unit], feedback: Feedback, compressor: Compressor, driver: Driver
     ) -> list[UnitUpdate]:
         updates = []
-        turn = self._turn = 1 - self._turn if self._last.under_way else 0
+        turn = self._turn = (self._turn + 1) % TURNS if self._last.under_way else 0
         separate = driver.defers_commit or driver.skips_unused
         size = dist.get_world_size(self.options.group)
         for i, unit in enumerate(units):
