@@ -34,6 +34,7 @@ MAGIC = 0x7468696E77697265
 HEADER = 5  # numbers that a record begins with
 FIELDS = 8  # numbers that every record has room for, besides one for each member
 MOST_TEXT = 1 << 20  # bytes of an explanation
+LISTED = "; "  # between what is said of each of several tensors
 FAILED, IDLE, ALONG = 1, 2, 4  # a member cannot go on, has nothing to say, sends all its messages
 # Bytes that come along with the records of all others, at most, and with that of one.
 ROOM, MOST_ROOM, LEAST_ROOM = 1 << 19, 1 << 17, 1 << 12
@@ -448,15 +449,19 @@ def _difference(ranks: Sequence[int], texts: Sequence[str]) -> str:
     fields = list(dict.fromkeys(key for call in calls for key in call))
     lines = []
     for key in fields:
-        by_value: dict[str, list[int]] = {}
-        for rank, call in zip(ranks, calls, strict=True):
-            by_value.setdefault(call.get(key, "none"), []).append(rank)
-        if len(by_value) > 1:
-            parts = [
-                f"{value} on {'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}"
-                for value, who in sorted(by_value.items(), key=lambda item: -len(item[1]))
-            ]
-            lines.append(f"{key}: {' but '.join(parts)}")
+        values = [call.get(key, "none").split(LISTED) for call in calls]
+        same_count = len(set(map(len, values))) == 1
+        items = zip(*values, strict=True) if same_count else [map(LISTED.join, values)]
+        for item in items:
+            by_value: dict[str, list[int]] = {}
+            for rank, value in zip(ranks, item, strict=True):
+                by_value.setdefault(value, []).append(rank)
+            if len(by_value) > 1:
+                parts = [
+                    f"{value} on {'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}"
+                    for value, who in sorted(by_value.items(), key=lambda item: -len(item[1]))
+                ]
+                lines.append(f"{key}: {' but '.join(parts)}")
     return "ranks disagree in one call, " + "; ".join(lines)
 
 
