@@ -14,7 +14,6 @@ import torch
 
 from thinwire.collectives.reduction import Reduction
 from thinwire.collectives.transport import Transport
-from thinwire.compressors import LocalCompressor
 
 
 class Algorithm(ABC):
@@ -53,12 +52,3 @@ class Algorithm(ABC):
         """The result when a value is not finite and nothing else is known."""
         for part in self.reduction.parts:
             part.x.fill_(torch.nan)
-
-
-class PayloadAlgorithm(Algorithm):
-    """One whose compressor makes a payload of each tensor."""
-
-    def __init__(self, reduction: Reduction, rank: int, size: int) -> None:
-        super().__init__(reduction, rank, size)
-        assert isinstance(reduction.compressor, LocalCompressor)
-        self.compressor = reduction.compressor

@@ -24,10 +24,12 @@ _ALGORITHMS: dict[str, type[Algorithm]] = {
 
 def collective_for(reduction: Reduction, size: int, share: float = 1.0) -> str:
     """The collective for a share of each tensor among `size` ranks."""
-    parts, compressor = reduction.parts, reduction.compressor
+    parts = reduction.parts
+    compressors = [part.compressor for part in parts]
     mixed = len({part.x.dtype for part in parts}) > 1
-    message = 0.0 if isinstance(compressor, JointCompressor) else Load.of(parts, compressor).frame
-    return choose(compressor, share * message, size, mixed)
+    joint = any(isinstance(each, JointCompressor) for each in compressors)
+    message = 0.0 if joint else Load.of(parts).frame
+    return choose(compressors, share * message, size, mixed)
 
 
 def algorithm_for(collective: str, reduction: Reduction, rank: int, size: int) -> Algorithm:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.collectives.algorithm import PayloadAlgorithm
+from thinwire.collectives.algorithm import Algorithm
 from thinwire.collectives.memory import MOST_ROUNDS, rounds_for
-from thinwire.collectives.message import LENGTH, bundle, max_message_bytes, unbundle
+from thinwire.collectives.message import LENGTH, max_message_bytes, unbundle
 from thinwire.collectives.reduction import Part
 from thinwire.collectives.transport import Record, Transport
 from thinwire.frames import Payload
@@ -41,7 +41,7 @@ class _Slice:
         return any(payload.non_finite for payload in self.payloads)
 
 
-class Gather(PayloadAlgorithm):
+class Gather(Algorithm):
     def prepare(self) -> None:
         self._rounds = rounds_for(self.reduction, self.size)
         self._first = self._draft(0)
@@ -70,18 +70,18 @@ class Gather(PayloadAlgorithm):
         if not self._at_once:
             for part, payload, total in self._sums:
                 if self.finite:
-                    part.settle(self.compressor, payload)
+                    part.settle(payload)
                 part.x.copy_(total)
             return
         if self.finite:
             for part, payload in zip(self._first.parts, self._first.payloads, strict=True):
-                part.settle(self.compressor, payload)
+                part.settle(payload)
         for i, part in enumerate(self._first.parts):
-            self._combine([theirs[i] for theirs in self._received], part.x)
+            self._combine(part, [theirs[i] for theirs in self._received], part.x)
 
-    def _combine(self, payloads: list[Payload], out: Tensor) -> None:
+    def _combine(self, part: Part, payloads: list[Payload], out: Tensor) -> None:
         """What the payloads of all ranks come to, in the type that sums are formed in."""
-        if self.reduction.senders:
+        if self.reduction.senders and part.compressor.leaves_out:
             average_held(payloads, out)
         else:
             add_all(payloads, out, self.weight, fresh=True)
@@ -94,8 +94,8 @@ class Gather(PayloadAlgorithm):
 
     def _draft(self, number: int) -> _Slice:
         parts = [self._stretch(part, number) for part in self.reduction.parts]
-        payloads = [part.draft(self.compressor) for part in parts]
-        return _Slice(parts, payloads, bundle(payloads))
+        payloads = [part.draft() for part in parts]
+        return _Slice(parts, payloads, self.reduction.bundle(payloads))
 
     def _stretch(self, part: Part, number: int) -> Part:
         return part if self._rounds == 1 else part.shard(number, self._rounds)
@@ -106,7 +106,7 @@ class Gather(PayloadAlgorithm):
         records = transport.meet(
             [own.message.numel(), own.non_finite, self._rounds, limit or 0], along=own.message
         )
-        most = max_message_bytes([part.extent for part in longest], self.compressor)
+        most = max_message_bytes([part.expected for part in longest])
         transport.checked(LENGTH, [record.numbers[0] for record in records], most)
         transport.checked(ROUNDS, [record.numbers[2] for record in records], MOST_ROUNDS, 1)
         return records
@@ -130,8 +130,8 @@ class Gather(PayloadAlgorithm):
         lengths = [record.numbers[0] for record in records]
         messages = transport.gather(own.message, lengths, records)
         with transport.clock("decode"):
-            extents = [part.extent for part in own.parts]
-            return [unbundle(m, extents, self.compressor.fingerprint) for m in messages]
+            expected = [part.expected for part in own.parts]
+            return [unbundle(message, expected) for message in messages]
 
     def _go_in_rounds(self, transport: Transport, records: list[Record]) -> None:
         own = self._first
@@ -146,7 +146,7 @@ class Gather(PayloadAlgorithm):
             with transport.clock("decode"):
                 for i, (part, payload) in enumerate(zip(own.parts, own.payloads, strict=True)):
                     total = part.x.new_empty(part.x.numel(), dtype=part.real)
-                    self._combine([theirs[i] for theirs in received], total)
+                    self._combine(part, [theirs[i] for theirs in received], total)
                     self._sums.append((part, payload, total))
             del received
         # Sums beyond float16 are the same news as infinities in the tensors, and on all ranks.

@@ -10,7 +10,7 @@ It is the first half of two-shot. (P - 1) / P payloads leave each rank.
 
 from torch import Tensor
 
-from thinwire.collectives.algorithm import PayloadAlgorithm
+from thinwire.collectives.algorithm import Algorithm
 from thinwire.collectives.reduction import Reduction
 from thinwire.collectives.transport import Transport
 from thinwire.collectives.twoshot import Shards, ShardSwap, narrowed
@@ -18,7 +18,7 @@ from thinwire.collectives.twoshot import Shards, ShardSwap, narrowed
 SCATTER = "reduce_scatter"  # as a collective; no all-reduce goes through it
 
 
-class Scatter(PayloadAlgorithm):
+class Scatter(Algorithm):
     """Args:
         shards: for each owner, its stretch of each tensor; equal parts unless given.
 
