@@ -218,8 +218,8 @@ class AllReduce(Exchange):
             raise ValueError(f"{self._op} goes through 'summable' only, not {self._collective!r}")
         if self._collective == "sparse" and len({tensor.dtype for tensor in tensors}) > 1:
             raise ValueError("'sparse' takes tensors of one type: call it once for each type")
-        words = describe_compressors(compressors, self.names)
-        what = f"{name} of {describe_all(tensors)[:80]} with {words[:80]}"
+        words, shown = describe_compressors(compressors, self.names), describe_all(tensors)
+        what = f"{name} of {shown[:80]} with {words[:80]}"
         super().__init__(name, tensors, options, result=result, what=what)
         self._tensors, self._residuals = tensors, residuals
         self._nodes: NodeLayout | None = None
@@ -241,7 +241,7 @@ class AllReduce(Exchange):
             self._used_collective = "gather"
         self._keys = [self.key(each, key) for each in self._used_compressors]
         self.details = (
-            ("tensor", describe_all(tensors)),
+            ("tensor", shown),
             ("compressor", words),
             ("op", self._op),
             ("collective", self._collective),
@@ -345,7 +345,9 @@ def check_writable(tensors: Sequence[Tensor], residuals: Sequence[Tensor | None]
     """Refuse tensors and residuals that cannot take a result."""
     given = [residual for residual in residuals if residual is not None]
     for each in [*tensors, *given]:
-        if any(n > 1 and step == 0 for n, step in zip(each.shape, each.stride(), strict=True)):
+        if not each.is_contiguous() and any(
+            n > 1 and step == 0 for n, step in zip(each.shape, each.stride(), strict=True)
+        ):
             raise ValueError("several elements of the tensor share one place: clone() it first")
         if each.is_inference():
             raise ValueError(
@@ -361,7 +363,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may have elements in common; strides are not looked at."""
     if a.device != b.device or not a.numel() or not b.numel():
         return False
-    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+    begin, other = a.data_ptr(), b.data_ptr()
+    return begin < _end(b) if begin > other else other < _end(a)
 
 
 def _end(tensor: Tensor) -> int:

@@ -58,6 +58,13 @@ def alike(compressors: Sequence[Compressor]) -> bool:
     )
 
 
+def settled_by(compressors: Sequence[Compressor]) -> str | None:
+    """The collective that follows from the compressors alone, if one does."""
+    if any(isinstance(each, JointCompressor) for each in compressors):
+        return "joint"
+    return "summable" if all(each.summable for each in compressors) else None
+
+
 def choose(
     compressors: Sequence[Compressor], message: float, size: int, mixed: bool = False
 ) -> str:
@@ -70,10 +77,9 @@ def choose(
     Tensors of mixed types cannot go through sparse, nor those whose values are written in
     different ways.
     """
-    if any(isinstance(each, JointCompressor) for each in compressors):
-        return "joint"
-    if all(each.summable for each in compressors):
-        return "summable"
+    settled = settled_by(compressors)
+    if settled is not None:
+        return settled
     rival = "sparse" if not mixed and alike(compressors) else "twoshot"
     gathered, other = moved("gather", message, size), moved(rival, message, size)
     if other > TWICE * gathered or gathered - other < SMALL:

@@ -68,7 +68,7 @@ class Exchange(ABC):
         # group: torch crashes when the interpreter ends before a group does.
         self.name = name
         self.options = options if options.group is None else replace(options, group=None)
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.size, self.rank = group.size(), group.rank()
         self.device = _one_device(tensors)
         self.details: Details = ()
         self.handle = Handle(result, what or name)

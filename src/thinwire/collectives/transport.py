@@ -94,6 +94,8 @@ class Transport:
         self.device = device
         self._limit = limit
         self._call = call
+        text = str(call).encode()
+        self._call_text, self._call_mark = text[:MOST_TEXT], zlib.crc32(text)
         # gloo and MPI move memory of the host, others that of the device.
         on_host = self.members.backend.name in ("gloo", "mpi")
         self._transfer_device = torch.device("cpu") if on_host else device
@@ -194,10 +196,10 @@ class Transport:
         along: Tensor | Sequence[Tensor] | None = None,
     ) -> list[Record]:
         size = self.members.size
-        text = (_explain(failure) if failure is not None else str(self._call)).encode()[:MOST_TEXT]
+        text = self._call_text if failure is None else _explain(failure).encode()[:MOST_TEXT]
         state = FAILED if failure is not None else IDLE if idle else 0
         messages = self._short_enough(along)
-        first = [MAGIC, zlib.crc32(str(self._call).encode()), state | (ALONG if messages else 0)]
+        first = [MAGIC, self._call_mark, state | (ALONG if messages else 0)]
         record = [*first, len(text), 0, *numbers]
         record += [0] * (HEADER + FIELDS - len(record))
         record += [*words, *[0] * (size - len(words))]

@@ -118,10 +118,15 @@ class Compressor(ABC):
     @cached_property
     def fingerprint(self) -> int:
         """32 bits that differ for different settings; ranks compare them."""
-        return zlib.crc32(str(self).encode())
+        return zlib.crc32(self._text.encode())
+
+    @cached_property
+    def _text(self) -> str:
+        """Written once: every exchange compares it."""
+        return spec_of(self)
 
     def __str__(self) -> str:
-        return spec_of(self)
+        return self._text
 
     def __or__(self, other: "Compressor") -> "LocalCompressor":
         from thinwire.compressors.chain import Chain

@@ -6,6 +6,7 @@ of it. Top-K, Random-K and Threshold share the code `Sparse`; Quantize, QSGD and
 code is its id and its parameters as varints.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -76,8 +77,11 @@ class Section(NamedTuple):
 
 def as_bytes(section: Tensor) -> Tensor:
     """The memory of a section as uint8."""
-    # A tensor of no or one element counts as contiguous whatever its stride says.
-    return section.contiguous().as_strided((section.numel(),), (1,)).view(torch.uint8)
+    flat = section.contiguous()
+    if flat.dim() != 1 or flat.numel() < 2:
+        # A tensor of no or one element counts as contiguous whatever its stride says.
+        flat = flat.as_strided((flat.numel(),), (1,))
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -107,6 +111,11 @@ class Start(NamedTuple):
 KEEP = Start()
 
 
+@functools.cache
+def _names(code: type["Code"]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(code))
+
+
 @dataclass(frozen=True)
 class Code(ABC):
     """Base of all codes. Fields that are integers are its parameters, fields that are codes nest.
@@ -133,11 +142,14 @@ class Code(ABC):
         kinds = [f.type for f in fields(cls)]
         return cls(*(nested() if kind in ("Code", Code) else reader.varint() for kind in kinds))
 
+    def _values(self) -> list[Any]:
+        return [getattr(self, name) for name in _names(type(self))]
+
     def _integers(self) -> list[int]:
-        return [v for v in (getattr(self, f.name) for f in fields(self)) if isinstance(v, int)]
+        return [value for value in self._values() if isinstance(value, int)]
 
     def children(self) -> list["Code"]:
-        return [v for v in (getattr(self, f.name) for f in fields(self)) if isinstance(v, Code)]
+        return [value for value in self._values() if isinstance(value, Code)]
 
     def descendants(self) -> Iterator["Code"]:
         """All nested codes, at any depth."""
