@@ -58,11 +58,14 @@ def alike(compressors: Sequence[Compressor]) -> bool:
     )
 
 
-def settled_by(compressors: Sequence[Compressor]) -> str | None:
-    """The collective that follows from the compressors alone, if one does."""
+def settled_by(compressors: Sequence[Compressor], size: int) -> str | None:
+    """The collective that follows from compressors and ranks alone, whatever the bytes, if one
+    does."""
     if any(isinstance(each, JointCompressor) for each in compressors):
         return "joint"
-    return "summable" if all(each.summable for each in compressors) else None
+    if all(each.summable for each in compressors):
+        return "summable"
+    return "gather" if moved("twoshot", 1.0, size) > TWICE * moved("gather", 1.0, size) else None
 
 
 def choose(
@@ -77,14 +80,12 @@ def choose(
     Tensors of mixed types cannot go through sparse, nor those whose values are written in
     different ways.
     """
-    settled = settled_by(compressors)
+    settled = settled_by(compressors, size)
     if settled is not None:
         return settled
     rival = "sparse" if not mixed and alike(compressors) else "twoshot"
     gathered, other = moved("gather", message, size), moved(rival, message, size)
-    if other > TWICE * gathered or gathered - other < SMALL:
-        return "gather"
-    return rival
+    return "gather" if gathered - other < SMALL else rival
 
 
 def rides_along(num_bytes: float, size: int) -> bool:

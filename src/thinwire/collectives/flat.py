@@ -25,7 +25,7 @@ def collective_for(reduction: Reduction, size: int, share: float = 1.0) -> str:
     """The collective for a share of each tensor among `size` ranks."""
     parts = reduction.parts
     compressors = [part.compressor for part in parts]
-    settled = settled_by(compressors)
+    settled = settled_by(compressors, size)
     if settled is not None:
         return settled
     mixed = len({part.x.dtype for part in parts}) > 1

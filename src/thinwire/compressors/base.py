@@ -118,7 +118,7 @@ class Compressor(ABC):
     @cached_property
     def fingerprint(self) -> int:
         """32 bits that differ for different settings; ranks compare them."""
-        return zlib.crc32(self._text.encode())
+        return zlib.crc32(str(self).encode())
 
     @cached_property
     def _text(self) -> str:
