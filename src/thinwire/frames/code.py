@@ -20,8 +20,13 @@ from thinwire.errors import FrameError
 MOST = 1 << 64  # no number in a header reaches this
 
 
+_DIGITS = [bytes([digit]) for digit in range(0x80)]
+
+
 def varint(value: int) -> bytes:
     """An integer in [0, 2^64) as little-endian base-128 digits (LEB128)."""
+    if 0 <= value < 0x80:
+        return _DIGITS[value]
     if not 0 <= value < MOST:
         raise ValueError(f"varint: {value} is not in [0, 2^64)")
     out = bytearray()
@@ -133,8 +138,13 @@ class Code(ABC):
 
     def write(self) -> bytes:
         """The record of this code: its id, its integers as varints, then the nested records."""
-        record = bytes([self.id]) + b"".join(varint(int(v)) for v in self._integers())
-        return record + b"".join(code.write() for code in self.children())
+        record, nested = [bytes((self.id,))], []
+        for value in self._values():
+            if isinstance(value, int):
+                record.append(varint(int(value)))
+            elif isinstance(value, Code):
+                nested.append(value.write())
+        return b"".join(record + nested)
 
     @classmethod
     def read(cls, reader: Reader, nested: Any) -> Self:
@@ -144,9 +154,6 @@ class Code(ABC):
 
     def _values(self) -> list[Any]:
         return [getattr(self, name) for name in _names(type(self))]
-
-    def _integers(self) -> list[int]:
-        return [value for value in self._values() if isinstance(value, int)]
 
     def children(self) -> list["Code"]:
         return [value for value in self._values() if isinstance(value, Code)]
