@@ -30,7 +30,7 @@ class Unit:
         self.compressor = compressor
         self.pieces = [piece.detach() for piece in pieces]
         for name, piece in zip(names, self.pieces, strict=True):
-            if any(
+            if not piece.is_contiguous() and any(
                 n > 1 and step == 0 for n, step in zip(piece.shape, piece.stride(), strict=True)
             ):
                 raise ValueError(f"{name}: several elements share one place in memory")
