@@ -1,6 +1,7 @@
 """Measure the library against its performance targets; every figure is a ratio within one run.
 
-    python benchmarks/targets.py [--size 25.6M] [--rounds 15] [--out benchmarks/records/NAME.json]
+    python benchmarks/targets.py [--only calls] [--size 25.6M] [--rounds 15]
+                                 [--out benchmarks/records/NAME.json]
 
 Rounds interleave ``r += g`` and all candidates, so that whatever else the machine does falls on all
 alike; figures are medians over rounds. Needs a machine that is otherwise idle: a memory pass slows
@@ -8,15 +9,18 @@ down less than computation when another process takes a core.
 """
 
 import argparse
+import json
 import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
-from harness import Target, read_options, show_targets
+from harness import Target, read_options, run_ranks, show_targets
 from recording import write_record
 from rich.console import Console
 
@@ -24,9 +28,11 @@ import thinwire as tw
 from thinwire.bench.results import TensorResults, document, ratio
 from thinwire.bench.run import prepare, run, shown
 from thinwire.bench.settings import BenchSettings, read_size
+from thinwire.lab import Loopback
 
 DENSE = ("randomk:0.01", "scaledsign", "onebit", "quantize:8", "quantize:4", "quantize:2", "qsgd:7")
 SMALL = ("topk:0.01", "quantize:8", "quantize:4")
+CALLED = ("quantize:4", "topk:0.01")
 
 
 def encoding(group: TensorResults) -> list[Target]:
@@ -109,6 +115,60 @@ def small(spec: str, rounds: int = 2000) -> Target:
     )
 
 
+def rank_call(job: dict[str, Any]) -> None:
+    """What a call costs this rank besides the network: queueing (arguments, exchange, handle),
+    timed while nothing else in the process runs, and encoding, done once more by itself."""
+    import torch.distributed as dist
+
+    from thinwire.collectives.allreduce import AllReduce
+    from thinwire.collectives.options import Options
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    me, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    for spec in job["specs"]:
+        xs, r = [torch.randn(10_000) for _ in range(50)], torch.zeros(10_000)
+        queueing, encoding = [], []
+        for turn in range(job["rounds"]):
+            if me:
+                store.wait([f"{spec} {turn}"])  # not before rank 0 has queued everything
+            handles = [tw.all_reduce(xs[0], spec, residual=r, async_op=True)]
+            time.sleep(0.02)  # it is under way; what shares its memory will not be prepared beside
+            for x in xs[1:]:
+                begin = time.thread_time()
+                handles.append(tw.all_reduce(x, spec, residual=r, async_op=True))
+                queueing.append(time.thread_time() - begin)
+            if not me:
+                store.set(f"{spec} {turn}", "")
+            tw.wait_all(handles)
+            options = Options.of(None)
+            for x in () if me else xs:
+                exchange = AllReduce("call", [x], [r], [tw.parse(spec)], options)
+                begin = time.thread_time()
+                exchange.prepare()
+                encoding.append(time.thread_time() - begin)
+            dist.barrier()  # the other rank rests meanwhile
+        if not me:
+            row = {"spec": spec, "queue": statistics.median(queueing)}
+            print(json.dumps({**row, "encode": statistics.median(encoding)}), flush=True)
+    dist.destroy_process_group()
+
+
+def calls(rounds: int = 10) -> list[Target]:
+    """Microseconds of a call on 10 k elements with a residual, without the network."""
+    rows: list[dict[str, Any]] = []
+    run_ranks(Loopback(2), __file__, {"specs": CALLED, "rounds": rounds}, rows.append)
+    return [
+        Target.at_most(
+            f"call: {row['spec']}, 10 k elements, queue {1e6 * row['queue']:.1f} + encode "
+            f"{1e6 * row['encode']:.1f}, us",
+            1e6 * (row["queue"] + row["encode"]),
+            100,
+        )
+        for row in rows
+    ]
+
+
 def import_seconds(rounds: int = 5) -> Target:
     """What `import thinwire` adds to `import torch`."""
     code = """
@@ -128,9 +188,17 @@ print(time.perf_counter() - begin)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("calls",), help="what a call costs, alone")
     parser.add_argument("--size", default="25.6M", help="elements of the tensor (25.6M)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds to take the median of (15)")
     arguments = read_options(parser)
+    if arguments.as_rank:
+        rank_call(json.loads(Path(arguments.as_rank).read_text()))
+        return 0
+    if arguments.only:
+        show_targets(Console(), calls())
+        return 0
     numel = read_size(arguments.size)
     settings = BenchSettings(
         compressors=("topk:0.01", *DENSE), sizes=(numel,), data=("normal",), rounds=arguments.rounds
@@ -140,11 +208,14 @@ def main() -> int:
         report = run(plan, tick)
     results = encoding(report.groups[0]) if report.groups else []
     if not report.interrupted:
-        print("accumulation, index coding, small tensors, import", file=sys.stderr, flush=True)
+        print(
+            "accumulation, index coding, small tensors, calls, import", file=sys.stderr, flush=True
+        )
         results += [
             accumulation(numel, arguments.rounds),
             *(index_coding(density) for density in (0.1, 0.01, 0.001)),
             *(small(spec) for spec in SMALL),
+            *calls(),
             import_seconds(),
         ]
     show_targets(Console(), results)

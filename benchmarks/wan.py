@@ -9,6 +9,9 @@ given in round trips between two hosts too. All candidates take turns in every r
 when to begin by the clock that all of them share here, and a time is that of the rank that ends
 last. Figures are medians over rounds; the first two are left out, in which connections are made.
 
+"four settings" is the tensor in four parts, each with a compressor of its own, in one exchange or
+in four, which are started together.
+
 Each candidate exchanges three times in a row. Before the first its connections were idle for a
 while, and TCP then sends little at once again (net.ipv4.tcp_slow_start_after_idle); the last is
 what a training sees that exchanges in every step.
@@ -32,6 +35,8 @@ from thinwire.lab import Lab, parse_rate
 from thinwire.machine import busy
 
 DENSE, GATHER, DIRECT, BARRIER = "dist.all_reduce", "dist.all_gather", "isend/irecv", "dist.barrier"
+SETTINGS = ("topk:0.01", "quantize:4", "topk:0.05|quantize:4", "none")
+SHARED, APART = "four settings, one exchange", "four settings, four exchanges"
 SPECS = ("none", "topk:0.01", "quantize:4", "quantize:4 by gather")
 WARM_UP = 2  # rounds
 REPEATS = 3  # exchanges in a row
@@ -65,6 +70,17 @@ def rank_main(job: dict[str, Any]) -> None:
                 work.wait()
         elif name == BARRIER:
             dist.barrier()
+        elif name == SHARED:
+            parts = list(tensor.chunk(len(SETTINGS)))
+            return tw.all_reduce_coalesced(parts, SETTINGS).collective
+        elif name == APART:
+            parts = list(tensor.chunk(len(SETTINGS)))
+            handles = [
+                tw.all_reduce(part, spec, async_op=True)
+                for part, spec in zip(parts, SETTINGS, strict=True)
+            ]
+            tw.wait_all(handles)
+            return "+".join(handle.collective for handle in handles)
         else:
             spec, _, collective = name.partition(" by ")
             return tw.all_reduce(tensor, spec, collective=collective or "auto").collective
@@ -100,7 +116,7 @@ def measure(hosts: int, options: argparse.Namespace, console: Console) -> list[d
     job = {
         "sizes": [read_bytes(size) for size in options.sizes],
         "rounds": options.rounds,
-        "candidates": [DENSE, GATHER, DIRECT, BARRIER, *options.compressors],
+        "candidates": [DENSE, GATHER, DIRECT, BARRIER, SHARED, APART, *options.compressors],
         "lead": 0.02 + 2 * trip * max(1, hosts.bit_length() - 1),
     }
     found: dict[tuple[int, str], list[dict[str, Any]]] = {}

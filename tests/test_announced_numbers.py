@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tensors import normal, same
 
 import thinwire as tw
-from thinwire.collectives.message import bundle, max_message_bytes
+from thinwire.collectives.message import Expected, bundle, max_message_bytes
 from thinwire.collectives.transport import Transport
 from thinwire.frames import longest_frame
 from thinwire.frames.code import Extent
@@ -235,8 +235,8 @@ def test_messages_of_several_tensors_keep_their_bound(spec):
     c = tw.parse(spec)
     for sizes in ([0], [1], [5, 0, 7], [1000, 3], [64] * 20):
         payloads = [c.encode(normal(n, n)) for n in sizes]
-        extents = [payload.extent for payload in payloads]
-        assert bundle(payloads).numel() <= max_message_bytes(extents, c)
+        expected = [Expected(payload.extent, c) for payload in payloads]
+        assert bundle([tw.pack(p) for p in payloads]).numel() <= max_message_bytes(expected)
 
 
 def test_bounds_are_worth_having():

@@ -87,7 +87,7 @@ def test_ranks_that_attached_different_things_all_learn_who_differs_in_what(size
     others = f"on {'rank' if size == 2 else 'ranks'} {', '.join(map(str, range(size - 1)))}"
     for report, balance, alike in ranks.run(on_mismatch, feedback, ranks=size):
         assert report.error.startswith("MismatchError: ranks disagree in one call, ")
-        wanted = f"compressor: topk:0.1 {others} but topk:0.2 on rank {size - 1}"
+        wanted = f"topk:0.1 for 4.weight {others} but topk:0.2 for 4.weight on rank {size - 1}"
         assert wanted in report.error
         assert report.untouched
         assert all(value <= 1 for value in balance.values()), balance

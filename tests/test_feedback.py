@@ -30,7 +30,7 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.collectives.choose import suits
-from thinwire.compressors.base import Request
+from thinwire.compressors.base import Compressor, Request
 from thinwire.compressors.sparsifiers import Selection, Sparsifier
 from thinwire.feedback.registry import feedback_for
 from thinwire.feedback.state import STORAGES, StateVector
@@ -967,8 +967,8 @@ class Deferring(Driver):
     defers_commit = True
 
 
-def units_of(tensors: dict[str, Tensor]) -> list[Unit]:
-    return [Unit([name], [tensor]) for name, tensor in tensors.items()]
+def units_of(tensors: dict[str, Tensor], compressor: Compressor) -> list[Unit]:
+    return [Unit([name], [tensor], compressor) for name, tensor in tensors.items()]
 
 
 @law
@@ -979,10 +979,10 @@ def on_what_is_committed_later_is_remembered_then_or_not_at_all() -> None:
             xs, ys, zs = pair(step), pair(step), pair(step)
             at_once.average(xs)
             before = memories(later)
-            dropped = later._reducer.start(units_of(zs), later.compressor, Deferring())
+            dropped = later._reducer.start(units_of(zs, later.compressor), Deferring())
             dropped.handle.wait()
             assert alike(memories(later), before)
-            exchange = later._reducer.start(units_of(ys), later.compressor, Deferring())
+            exchange = later._reducer.start(units_of(ys, later.compressor), Deferring())
             exchange.handle.wait()
             exchange.commit()
             exchange.commit()  # once is enough
@@ -1060,7 +1060,7 @@ def on_memory_between_steps_is_what_the_storage_says() -> None:
             for step in range(2):
                 reducer.average({f"{i}": mine(n, step)})
         reducer.ledger.fold()
-        units = [Unit([f"{i}"], [mine(n)]) for i in range(count)]
+        units = [Unit([f"{i}"], [mine(n)], reducer.compressor) for i in range(count)]
         states = [reducer._reducer.states.of_unit(unit) for unit in units]
         kept = held([state.vectors for state in states])
         vectors = count * len(reducer.feedback.parts)

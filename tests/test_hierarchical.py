@@ -353,7 +353,7 @@ def on_failing(nodes: list[list[int]]) -> list[tuple[Report, bool]]:
         (hierarchical, "sum_shards"),
         (tw.TopK, "select"),
         (gather, "add_all"),
-        (hierarchical, "bundle"),
+        (hierarchical.Reduction, "bundle"),
         (hierarchical, "unbundle"),
     ]
     found = []

@@ -663,9 +663,9 @@ def test_ranks_must_agree_in_their_rounds() -> None:
         assert "every 2" in found
 
 
-def on_nan() -> dict[str, Any]:
+def on_nan(compressor: str) -> dict[str, Any]:
     model = net()
-    steps_taken, optimizer = local(model, every=2)
+    steps_taken, optimizer = local(model, compressor=compressor, every=2, min_numel=10)
     go(model, optimizer, range(2))
     before = values(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -687,8 +687,10 @@ def on_nan() -> dict[str, Any]:
     return found
 
 
-def test_a_rank_with_nan_costs_a_round() -> None:
-    one, other = ranks.run(on_nan, ranks=2)
+@pytest.mark.parametrize("compressor", ["none", "topk:0.5", "powersgd:1"])
+def test_a_rank_with_nan_costs_a_round(compressor: str) -> None:
+    """Who has finished is told all the same: uncompressed, in an exchange of its own."""
+    one, other = ranks.run(on_nan, compressor, ranks=2)
     assert one == other
     assert one["back"]
     assert one["skipped"] == 1

@@ -106,12 +106,12 @@ def expectation(case: Case, x: torch.Tensor, r: torch.Tensor | None) -> int:
     """What the guard would compare with a limit."""
     if case.collective == "hierarchical":
         nodes = tw.Nodes(NODES).layout(dist.group.WORLD)
-        reduction = Reduction([Part(x, r, tw.Key())], tw.parse(case.spec), 1.0)
+        reduction = Reduction([Part(x, r, tw.Key(), tw.parse(case.spec))], 1.0)
         return estimate_nodes(reduction, nodes, dist.get_rank()).num_bytes
     if case.collective == "gather":
         load = memory.gather_load(
             Reduction(
-                [Part(x, r, tw.Key())], tw.parse(case.spec), 1.0, senders=case.op == "senders"
+                [Part(x, r, tw.Key(), tw.parse(case.spec))], 1.0, senders=case.op == "senders"
             )
         )
         return memory.estimate("gather", load, dist.get_world_size(), case.rounds).num_bytes
@@ -223,7 +223,7 @@ def on_rounds(spec: str, limits: list[int | None]) -> tuple:
     me, n = dist.get_rank(), 100_003
     x, r = normal(n, me), normal(n, 50 + me)
     before = x.double() + r.double()
-    load = memory.Load.of([Part(x, r, tw.Key())], tw.parse(spec))
+    load = memory.Load.of([Part(x, r, tw.Key(), tw.parse(spec))])
     limit = None
     if limits[me] is not None:  # a little above, since payloads differ from those of the sample
         need = memory.estimate("gather", load, dist.get_world_size(), limits[me]).num_bytes
@@ -260,7 +260,7 @@ def on_limited(share: float) -> list[tuple[int, int, int]]:
     for spec in LIMITED:
         tw.all_reduce(torch.ones(100_000), spec, collective="gather", max_bytes="1GB")
         x, r = gradient(N), torch.zeros(N)
-        load = memory.Load.of([Part(x, r, tw.Key())], tw.parse(spec))
+        load = memory.Load.of([Part(x, r, tw.Key(), tw.parse(spec))])
         limit = int(1.02 * load.draft + load.sums + share * x.nbytes)
         whole = memory.estimate("gather", load, dist.get_world_size()).num_bytes
         real = peak_of(x, r, spec, collective="gather", max_bytes=limit)

@@ -34,7 +34,7 @@ from thinwire.feedback.state import ScratchBuffers
 from thinwire.frames.payload import add_all
 from thinwire.methods import Recipe, list_methods, method_of, usages
 from thinwire.parallel.momentum import take_momentum, with_momentum
-from thinwire.parallel.plan import Piece, PlannedExchange, Planner
+from thinwire.parallel.plan import Piece, PlannedExchange, PlannedUnit, Planner
 from thinwire.policies import Fixed, Journal, PolicyContext, TensorInfo
 
 pytestmark = pytest.mark.timeout(600)
@@ -498,34 +498,90 @@ def test_auto_is_what_the_papers_use():
     assert "feedback='ef21m'" in repr(tw.Reducer("arc"))
 
 
+def is_joint(planned: PlannedExchange) -> bool:
+    return any(isinstance(unit.compressor, JointCompressor) for unit in planned.units)
+
+
 def test_joint_tensors_travel_in_one_order_at_the_end_of_the_step():
-    """However DDP forms its buckets; each compressor has an order of its own."""
+    """In one exchange, however DDP forms its buckets."""
     few, many, other = tw.PowerSGD(2), tw.ARCTopK(), tw.TopK(0.1)
     choices = {"a": few, "b": None, "c": few, "d": many, "e": other, "f": few, "g": few}
     for granularity in ("bucket", "tensor"):
         for buckets in (["abcdefg"], ["ab", "cde", "fg"], list("abcdefg"), ["f", "gab", "edc"]):
-            planner = Planner(choices.__getitem__, granularity)
+            planner = Planner(choices.__getitem__, granularity, size=2)
             orders: list[PlannedExchange] = []
             for i, names in enumerate(buckets):
                 pieces = [Piece(name, 40, torch.float32, name == "g") for name in names]
                 orders += planner.add(pieces, last := i + 1 == len(buckets))
-                joint = [order for order in orders if isinstance(order.compressor, JointCompressor)]
-                assert bool(joint) == last
-            units = {
-                order.compressor: tuple(
-                    unit for unit in order.units if unit[0] not in order.uncompressed
-                )
-                for order in joint
-            }
-            assert len(units) == len(joint) == 2
-            assert units[few] == tuple((n,) for bucket in buckets for n in bucket if n in "acf")
-            assert units[many] == (("d",),)
-            assert sorted("".join(sorted(order.names)) for order in orders) == [
-                *("abcfg", "d", "e")
+                assert any(map(is_joint, orders)) == last
+            joint, rest = orders[-1], orders[:-1]
+            assert is_joint(joint)
+            assert [unit for unit in joint.units if unit.compressor is not None] == [
+                PlannedUnit((name,), choices[name])
+                for bucket in buckets
+                for name in bucket
+                if name in "acdf"
             ]
-            assert {order.uncompressed for order in joint} == {frozenset("bg"), frozenset()}, (
-                "what has sparse gradients travels as it is, with the first of them"
-            )
+            assert [p.names & {"e"} for p in rest] == [{"e"}]
+            everything = [name for p in orders for unit in p.units for name in unit.names]
+            assert sorted(everything) == list("abcdefg")
+            uncompressed = [unit for p in orders for unit in p.units if unit.compressor is None]
+            names = {name for unit in uncompressed for name in unit.names}
+            assert names == {"b", "g"}, "what has sparse gradients is sent as it is"
+
+
+def plan_of(
+    choices: dict[str, Any], sizes: dict[str, int], buckets: list[str], **settings: Any
+) -> list[str]:
+    """Which tensors each exchange of a step has, in its order."""
+    planner = Planner(choices.get, settings.pop("granularity", "tensor"), **settings)
+    planned = []
+    for i, names in enumerate(buckets):
+        pieces = [Piece(name, sizes.get(name, 40), torch.float32) for name in names]
+        planned += planner.add(pieces, last=i + 1 == len(buckets))
+    return ["".join(name for u in p.units for name in u.names) for p in planned]
+
+
+KINDS = {
+    "a": tw.TopK(0.01), "b": tw.Quantize(4), "c": tw.Cast("bf16"), "d": None, "e": tw.TopK(0.1),
+    "j": tw.PowerSGD(2),
+}  # fmt: skip
+LARGE_ONE = 4_000_000  # bytes
+
+
+def test_a_bucket_with_a_setting_for_each_tensor_is_one_exchange():
+    for granularity in ("bucket", "tensor"):
+        settings = {"size": 2, "granularity": granularity}
+        assert plan_of(KINDS, {}, ["abcde"], **settings) == ["abecd"], "payloads first"
+        assert plan_of(KINDS, {}, ["abd", "ced"], **settings) == ["abd", "ecd"]
+        assert plan_of(KINDS, {}, ["dd", "ab"], **settings) == ["abdd"], "they waited for it"
+        assert plan_of(KINDS, {}, ["cd", "cd"], **settings) == ["cd", "cd"], "all can be summed"
+        assert plan_of(KINDS, {}, ["abj", "cdj"], **settings) == ["ab", "cd", "jj"]
+
+
+def test_what_can_be_summed_goes_by_itself_where_a_gather_would_cost_more():
+    for name in "cd":
+        sizes = {name: LARGE_ONE}
+        assert plan_of(KINDS, sizes, ["abcd"], size=4) == ["ab", "cd"], name
+        assert plan_of(KINDS, sizes, ["abcd"], size=4, collective="gather") == [
+            *(["abcd"] if name == "c" else ["abc", "d"])
+        ], "whoever asks for gather gets it"
+        assert plan_of(KINDS, sizes, ["abcd"], size=4, collective="reduce_scatter") == ["abcd"]
+    sizes = {"d": 20_000}
+    assert plan_of(KINDS, sizes, ["ad"], size=4) == ["ad"]
+    assert plan_of(KINDS, sizes, ["ad"], size=5) == ["a", "d"], "more ranks, more bytes"
+    assert plan_of(KINDS, {}, ["ad"], size=4, collective="hierarchical") == ["a", "d"]
+    assert plan_of(KINDS, {}, ["ad"], size=4, apart=True) == ["a", "d"]
+    assert plan_of(KINDS, {}, ["cdj"], size=4, apart=True) == ["c", "j", "d"]
+
+
+def test_nothing_rides_along_where_single_elements_go_through_regions():
+    sizes = {"a": 100 * LARGE_ONE}
+    assert plan_of(KINDS, sizes, ["aed"], size=2) == ["aed"]
+    assert plan_of(KINDS, sizes, ["aed"], size=4) == ["ae", "d"]
+    assert plan_of(KINDS, {}, ["ad"], size=2, collective="sparse") == ["a", "d"]
+    chained = {"a": tw.TopK(0.01), "b": tw.TopK(0.1), "c": tw.parse("topk:0.1|quantize:4")}
+    assert plan_of(chained, {}, ["abc"], size=2, collective="sparse") == ["ab", "c"]
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 1, 1), (1000, 3), (1000, 4)])

@@ -1011,8 +1011,8 @@ def left_waiting(feedback: str) -> bool:
     for step in range(2):
         reducer.average({"w": mine(100, step)})
     before = remembered(reducer)["residual"]
-    unit = Unit(["w"], [torch.zeros(100)])
-    reducer._reducer.start([unit], reducer.compressor, SkippingUnused()).handle.wait()
+    unit = Unit(["w"], [torch.zeros(100)], reducer.compressor)
+    reducer._reducer.start([unit], SkippingUnused()).handle.wait()
     return same(remembered(reducer)["residual"], before)
 
 

@@ -329,8 +329,8 @@ def test_one_rank_gets_its_own_tensor():
 def reduction(
     n: int, limit: int | None, senders: bool = True, dtype: torch.dtype = torch.float32
 ) -> Reduction:
-    part = Part(torch.zeros(n, dtype=dtype), None, tw.Key())
-    return Reduction([part], tw.parse("topk:0.5"), 1.0, limit, senders=senders)
+    part = Part(torch.zeros(n, dtype=dtype), None, tw.Key(), tw.parse("topk:0.5"))
+    return Reduction([part], 1.0, limit, senders=senders)
 
 
 def test_counts_are_part_of_the_memory_that_is_expected():

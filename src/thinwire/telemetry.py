@@ -41,6 +41,7 @@ def listen(listener: Callable[[float, str, bool], None]) -> None:
 
 
 Size = tuple[str, int, int]  # name, elements, bytes
+Parts = tuple[Any, list[Size]]  # a compressor, and the tensors that are compressed together with it
 
 
 class Ended(Protocol):
@@ -110,16 +111,18 @@ class Ledger:
     exchanges: int = 0
     steps: int = 0  # that have ended
     first_seconds: dict[str, float] = field(default_factory=dict)  # all until the end of the first
-    _open: list[tuple[Ended, list[Size], str]] = field(default_factory=list)
+    _open: list[tuple[Ended, list[Parts]]] = field(default_factory=list)
 
-    def note(self, handle: Ended, units: Sequence[Named], compressor: Any) -> None:
-        """An exchange has begun."""
+    def note(self, handle: Ended, units: Sequence[Named], compressors: Sequence[Any]) -> None:
+        """An exchange of units has begun, each with its compressor."""
         sizes = [
-            (name, piece.numel(), piece.nbytes)
+            [
+                (name, piece.numel(), piece.nbytes)
+                for name, piece in zip(unit.names, unit.pieces, strict=True)
+            ]
             for unit in units
-            for name, piece in zip(unit.names, unit.pieces, strict=True)
         ]
-        self._open.append((handle, sizes, str(compressor)))
+        self._open.append((handle, list(zip(compressors, sizes, strict=True))))
         self.fold()
 
     def add_seconds(self, kind: str, seconds: float) -> None:
@@ -152,7 +155,7 @@ class Ledger:
                 self._book(*entry)
         self._open = running
 
-    def _book(self, handle: Ended, sizes: list[Size], compressor: str) -> None:
+    def _book(self, handle: Ended, units: list[Parts]) -> None:
         account = handle.account
         self.exchanges += 1
         self.bytes_sent += account.bytes_sent
@@ -161,10 +164,16 @@ class Ledger:
         self.between_bytes += account.between_bytes
         for kind, seconds in account.seconds.items():
             self.add_seconds(kind, seconds)
-        total = sum(num_bytes for _, _, num_bytes in sizes) or 1
-        for name, numel, num_bytes in sizes:
-            line = self.lines.setdefault(name, Line(numel))
-            line.steps += 1
-            line.bytes_in += num_bytes
-            line.bytes_sent += account.bytes_sent * num_bytes / total
-            line.compressor, line.collective = compressor, account.collective
+        dense = [sum(num_bytes for _, _, num_bytes in sizes) for _, sizes in units]
+        # What all of them came to, records and tables of lengths included, in the proportion of
+        # what each was sent as.
+        shares = account.tensor_bytes if any(account.tensor_bytes) else dense
+        total = sum(shares) or 1
+        for (compressor, sizes), share, whole in zip(units, shares, dense, strict=True):
+            sent = account.bytes_sent * share / total
+            for name, numel, num_bytes in sizes:
+                line = self.lines.setdefault(name, Line(numel))
+                line.steps += 1
+                line.bytes_in += num_bytes
+                line.bytes_sent += sent * num_bytes / (whole or 1)
+                line.compressor, line.collective = str(compressor), account.collective

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from thinwire.collectives.reduction import Reduction
 from thinwire.collectives.transport import Transport
-from thinwire.compressors import LocalCompressor
 
 
 class Algorithm(ABC):
@@ -57,15 +56,6 @@ class Algorithm(ABC):
             part.x.fill_(torch.nan)
 
 
-class PayloadAlgorithm(Algorithm):
-    """One whose compressor makes a payload of each tensor."""
-
-    def __init__(self, reduction: Reduction, rank: int, size: int) -> None:
-        super().__init__(reduction, rank, size)
-        assert isinstance(reduction.compressor, LocalCompressor)
-        self.compressor = reduction.compressor
-
-
 class ToEach(ABC):
     """The half of an algorithm in which each member sends every other a message."""
 
@@ -99,7 +89,7 @@ class ToAll(ABC):
         checked here."""
 
 
-class StreamAlgorithm(PayloadAlgorithm):
+class StreamAlgorithm(Algorithm):
     """One that consists of such halves, or of one of them: slices of large tensors can go through
     them one behind the other (`thinwire.collectives.stream`)."""
 

@@ -10,7 +10,7 @@ from thinwire.collectives.channel import place_of
 from thinwire.collectives.exchange import Exchange, describe, describe_all
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import guard
-from thinwire.collectives.message import LENGTH, bundle, max_message_bytes, unbundle
+from thinwire.collectives.message import LENGTH, Expected, max_message_bytes, unbundle
 from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.collectives.reduction import FlatTensors, Reduction
 from thinwire.collectives.transport import Transport
@@ -111,28 +111,29 @@ class AllGather(Exchange):
 
     def prepare(self) -> None:
         self.handle.account.collective = "all_gather"
-        self._flat = FlatTensors([self._input], [self._residual], self._key)
-        reduction = Reduction(self._flat.parts, self._compressor, 1.0, self.options.max_bytes)
+        self._flat = FlatTensors([self._input], [self._residual], [self._compressor], [self._key])
+        reduction = Reduction(self._flat.parts, 1.0, self.options.max_bytes)
         guard("all_gather", reduction, self.size)
-        self._payload = reduction.parts[0].draft(self._compressor)
-        self._message = bundle([self._payload])
+        self._payload = reduction.parts[0].draft()
+        self._message = reduction.bundle(reduction.parts, [self._payload])
 
     def exchange(self, transport: Transport) -> None:
         records = transport.meet([self._message.numel()], along=self._message)
         lengths = [record.numbers[0] for record in records]
-        extents = [Extent(place.dtype, place.numel()) for place in self._places]
-        most = [max_message_bytes([extent], self._compressor) for extent in extents]
-        transport.checked(LENGTH, lengths, most)
+        expected = [
+            Expected(Extent(place.dtype, place.numel()), self._compressor) for place in self._places
+        ]
+        transport.checked(LENGTH, lengths, [max_message_bytes([each]) for each in expected])
         messages = transport.gather(self._message, lengths, records)
         with transport.clock("decode"):
             self._received = [
-                unbundle(m, [extent], self._compressor.fingerprint)[0]
-                for m, extent in zip(messages, extents, strict=True)
+                unbundle(message, [each])[0]
+                for message, each in zip(messages, expected, strict=True)
             ]
         self.handle.account.finite = not any(each.non_finite for each in self._received)
 
     def finish(self) -> None:
-        self._flat.parts[0].settle(self._compressor, self._payload)
+        self._flat.parts[0].settle(self._payload)
         self._flat.write_back(tensors=False)
         for place, theirs in zip(self._places, self._received, strict=True):
             theirs.restore(place)
@@ -198,30 +199,28 @@ class Broadcast(Exchange):
 
     def prepare(self) -> None:
         self.handle.account.collective = "broadcast"
-        self._flat = FlatTensors([self._tensor], [self._residual], self._key)
+        self._flat = FlatTensors([self._tensor], [self._residual], [self._compressor], [self._key])
         (self._part,) = self._flat.parts
-        reduction = Reduction(self._flat.parts, self._compressor, 1.0, self.options.max_bytes)
+        reduction = Reduction(self._flat.parts, 1.0, self.options.max_bytes)
         guard("broadcast", reduction, self.size)
         self._message: Tensor | None = None
         if self._is_source:
-            self._payload = self._part.draft(self._compressor)
-            self._message = bundle([self._payload])
+            self._payload = self._part.draft()
+            self._message = reduction.bundle(reduction.parts, [self._payload])
 
     def exchange(self, transport: Transport) -> None:
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         own = nothing if self._message is None else self._message
         records = transport.meet([own.numel()], along=own)
         lengths = [record.numbers[0] for record in records]
-        most = max_message_bytes([self._part.extent], self._compressor)
-        transport.checked(LENGTH, lengths, most)
+        transport.checked(LENGTH, lengths, max_message_bytes([self._part.expected]))
         message = transport.broadcast(self._message, lengths[self._root], self._root, records)
         with transport.clock("decode"):
-            fingerprint = self._compressor.fingerprint
-            (self._received,) = unbundle(message, [self._part.extent], fingerprint)
+            (self._received,) = unbundle(message, [self._part.expected])
         self.handle.account.finite = not self._received.non_finite
 
     def finish(self) -> None:
         if self._is_source:
-            self._part.settle(self._compressor, self._payload)
+            self._part.settle(self._payload)
         self._received.restore(self._part.x)
         self._flat.write_back()

@@ -13,6 +13,7 @@ from thinwire.collectives.exchange import (
     Details,
     Exchange,
     describe_all,
+    describe_compressors,
     describe_key,
     describe_residuals,
     storages,
@@ -107,14 +108,21 @@ def all_reduce(
         group, collective=collective, nodes=nodes, max_bytes=max_bytes, timeout=timeout
     )
     exchange = AllReduce(
-        "all_reduce", [tensor], [residual], compressor, options, op=op, key=key, result=tensor
+        "all_reduce",
+        [tensor],
+        [residual],
+        [compressor_of(compressor)],
+        options,
+        op=op,
+        key=key,
+        result=tensor,
     )
     return exchange.start(async_op)
 
 
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
-    compressor: Compressor | str,
+    compressor: Compressor | str | Sequence[Compressor | str],
     *,
     residuals: Sequence[Tensor | None] | None = None,
     op: ReduceOp = dist.ReduceOp.SUM,
@@ -130,8 +138,14 @@ def all_reduce_coalesced(
 
     Each tensor is compressed by itself, with its own residual; types may differ (not with
     "sparse"). The other arguments are those of `all_reduce`.
+
+    Args:
+        compressor: for all tensors, or a list with one for each. PowerSGD and ARCTopK share an
+            exchange with each other and with "none". A NaN in one of the tensors makes all of them
+            NaN, unless all are sent uncompressed.
     """
     tensors = list(tensors)
+    compressors = _one_for_each(compressor, len(tensors))
     given = [None] * len(tensors) if residuals is None else list(residuals)
     if len(given) != len(tensors):
         raise ValueError(f"{len(given)} residuals for {len(tensors)} tensors")
@@ -144,7 +158,7 @@ def all_reduce_coalesced(
         "all_reduce_coalesced",
         tensors,
         given,
-        compressor,
+        compressors,
         options,
         op=op,
         key=key,
@@ -153,19 +167,32 @@ def all_reduce_coalesced(
     return exchange.start(async_op)
 
 
+def _one_for_each(
+    given: Compressor | str | Sequence[Compressor | str], count: int
+) -> list[Compressor]:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return [compressor_of(given)] * count
+    if len(given) != count:
+        raise ValueError(f"{len(given)} compressors for {count} tensors")
+    return [compressor_of(each) for each in given]
+
+
 class AllReduce(Exchange):
     """The exchange behind both calls, behind every reducer and every optimizer that exchanges.
 
     Args:
         name: of the call, for errors and logs.
         tensors, residuals: one residual, or None, for each tensor.
+        compressors: of each tensor.
         details: more that ranks must agree in.
 
     Attributes:
+        names: of the tensors, for errors; None for their places.
         shapes: where the tensors are flattened ones, those of the originals.
         recalled: what a joint compressor finds again in the next call, for each tensor.
     """
 
+    names: Sequence[str] | None = None
     shapes: Sequence[torch.Size] | None = None
     recalled: Sequence[dict[str, Tensor]] | None = None
 
@@ -174,7 +201,7 @@ class AllReduce(Exchange):
         name: str,
         tensors: Sequence[Tensor],
         residuals: Sequence[Tensor | None],
-        compressor: Compressor | str,
+        compressors: Sequence[Compressor],
         options: Options,
         *,
         op: ReduceOp = "avg",
@@ -182,17 +209,18 @@ class AllReduce(Exchange):
         result: Any = None,
         details: Details = (),
     ) -> None:
-        self.compressor = compressor_of(compressor)
+        self.compressors = compressors
         self._op = op_name(op)
-        check_operands(self._op, self.compressor, tensors, residuals)
+        check_operands(self._op, compressors, tensors, residuals)
         check_writable(tensors, residuals)
-        options.check(self.compressor, self._op)
+        options.check(compressors, self._op)
         self._collective = options.collective
         if self._op not in COMPRESSED and self._collective not in ("auto", "summable"):
             raise ValueError(f"{self._op} goes through 'summable' only, not {self._collective!r}")
         if self._collective == "sparse" and len({tensor.dtype for tensor in tensors}) > 1:
             raise ValueError("'sparse' takes tensors of one type: call it once for each type")
-        what = f"{name} of {describe_all(tensors)[:80]} with {self.compressor}"
+        words, shown = describe_compressors(compressors, self.names), describe_all(tensors)
+        what = f"{name} of {shown[:80]} with {words[:80]}"
         super().__init__(name, tensors, options, result=result, what=what)
         self._tensors, self._residuals = tensors, residuals
         self._nodes: NodeLayout | None = None
@@ -200,43 +228,44 @@ class AllReduce(Exchange):
             return
         if options.nodes is not None:
             self._nodes = options.nodes.layout(self.group)
-            check_operands(self._op, self._nodes.inner, tensors, residuals)
+            check_operands(self._op, [self._nodes.inner] * len(tensors), tensors, residuals)
         # What is done, where that is not what was asked for.
-        self._used_compressor, self._used_collective = self.compressor, self._collective
+        self._used_compressors, self._used_collective = compressors, self._collective
         if self._nodes is not None and self._nodes.flat:
             self._used_collective = "auto"
             if len(self._nodes.places) == 1:
-                self._used_compressor = self._nodes.inner
+                self._used_compressors = [self._nodes.inner] * len(tensors)
         # Payloads that add up are of the same elements on all ranks.
-        chosen = self.compressor.leaves_out and not self.compressor.summable
+        chosen = any(each.leaves_out and not each.summable for each in compressors)
         self._senders = self._op == SENDERS and chosen
         if self._senders:
             self._used_collective = "gather"
-        self._key = self.key(self._used_compressor, key)
+        self._keys = [self.key(each, key) for each in self._used_compressors]
         self.details = (
-            ("tensor", describe_all(tensors)),
-            ("compressor", str(self.compressor)),
+            ("tensor", shown),
+            ("compressor", words),
             ("op", self._op),
             ("collective", self._collective),
             ("residual", describe_residuals(residuals)),
-            *describe_key(self._used_compressor, self._key),
+            *describe_key(self._used_compressors, self._keys),
             *(() if self._nodes is None else self._nodes.details),
             *details,
         )
 
     def kernel_uses(self) -> list[KernelUse]:
-        used = [self._used_compressor, *(() if self._nodes is None else (self._nodes.inner,))]
+        used = [*self._used_compressors, *(() if self._nodes is None else (self._nodes.inner,))]
         return uses_of(used, {tensor.dtype for tensor in self._tensors}, self.device)
 
     def memory(self) -> set[int] | None:
         return storages([*self._tensors, *self._residuals])
 
     def prepare(self) -> None:
-        self._flat = FlatTensors(self._tensors, self._residuals, self._key, self.shapes)
+        self._flat = FlatTensors(
+            self._tensors, self._residuals, self._used_compressors, self._keys, self.shapes
+        )
         self._algorithm = self._chosen_algorithm(
             Reduction(
                 self._flat.parts,
-                self._used_compressor,
                 1.0 / self.size if self._op in ("AVG", SENDERS) else 1.0,
                 self.options.max_bytes,
                 self.recalled,
@@ -265,6 +294,7 @@ class AllReduce(Exchange):
         algorithm = self._algorithm
         algorithm.exchange(transport)
         self.handle.account.finite = algorithm.finite
+        self.handle.account.tensor_bytes = algorithm.reduction.sent
         if isinstance(algorithm, Hierarchical):
             self.handle.account.between_bytes = algorithm.between_bytes
 
@@ -294,14 +324,13 @@ def op_name(op: ReduceOp) -> str:
 
 def check_operands(
     op: str,
-    compressor: Compressor,
+    compressors: Sequence[Compressor],
     tensors: Sequence[Tensor],
     residuals: Sequence[Tensor | None],
 ) -> None:
     """Refuse what would be wrong: no lossy compressor knows the smallest or the product."""
-    without = all(r is None for r in residuals)
-    uncompressed = compressor.lossless and compressor.summable and without
-    for tensor, r in zip(tensors, residuals, strict=True):
+    for compressor, tensor, r in zip(compressors, tensors, residuals, strict=True):
+        uncompressed = compressor.lossless and compressor.summable and r is None
         check_dense(type(compressor).__name__, tensor)
         if op not in COMPRESSED and not uncompressed:
             raise ValueError(
@@ -317,7 +346,9 @@ def check_writable(tensors: Sequence[Tensor], residuals: Sequence[Tensor | None]
     """Refuse tensors and residuals that cannot take a result."""
     given = [residual for residual in residuals if residual is not None]
     for each in [*tensors, *given]:
-        if any(n > 1 and step == 0 for n, step in zip(each.shape, each.stride(), strict=True)):
+        if not each.is_contiguous() and any(
+            n > 1 and step == 0 for n, step in zip(each.shape, each.stride(), strict=True)
+        ):
             raise ValueError("several elements of the tensor share one place: clone() it first")
         if each.is_inference():
             raise ValueError(
@@ -333,7 +364,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may have elements in common; strides are not looked at."""
     if a.device != b.device or not a.numel() or not b.numel():
         return False
-    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+    begin, other = a.data_ptr(), b.data_ptr()
+    return begin < _end(b) if begin > other else other < _end(a)
 
 
 def _end(tensor: Tensor) -> int:

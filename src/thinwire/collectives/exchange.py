@@ -19,7 +19,7 @@ from thinwire.collectives.connect import GivenUpError
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.link import BackendRefusedError, Link
 from thinwire.collectives.options import Options
-from thinwire.collectives.transport import Call, Transport
+from thinwire.collectives.transport import LISTED, Call, Transport
 from thinwire.compressors import Compressor
 from thinwire.errors import MismatchError, PeerError, ReplicaError
 from thinwire.kernels import Key
@@ -69,7 +69,7 @@ class Exchange(ABC):
         # group: torch crashes when the interpreter ends before a group does.
         self.name = name
         self.options = options if options.group is None else replace(options, group=None)
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.size, self.rank = group.size(), group.rank()
         self.device = _one_device(tensors)
         self.details: Details = ()
         self.handle = Handle(result, what or name)
@@ -297,6 +297,21 @@ def describe_residuals(residuals: Sequence[Tensor | None]) -> str:
     return " ".join("given" if each else "none" for each in given)
 
 
-def describe_key(compressor: Compressor, key: Key) -> Details:
+def describe_compressors(
+    compressors: Sequence[Compressor], names: Sequence[str] | None = None
+) -> str:
+    """The one of all tensors, or those of each, as a list that `MismatchError` compares item by
+    item."""
+    first = compressors[0]
+    if all(each is first or each == first for each in compressors):
+        return str(first)
+    shown = [f"tensor {i}" for i in range(len(compressors))] if names is None else names
+    return LISTED.join(f"{c} for {name}" for c, name in zip(compressors, shown, strict=True))
+
+
+def describe_key(compressors: Sequence[Compressor], keys: Sequence[Key]) -> Details:
     """The key, where ranks must agree in it."""
-    return (("key", f"{key.seed}/{key.step}/{key.tensor}"),) if compressor.common_key else ()
+    for compressor, key in zip(compressors, keys, strict=True):
+        if compressor.common_key:
+            return (("key", f"{key.seed}/{key.step}/{key.tensor}"),)
+    return ()

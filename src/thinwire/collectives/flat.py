@@ -1,7 +1,7 @@
 """The flat algorithms by the names of their collectives, and which of them suits a reduction."""
 
 from thinwire.collectives.algorithm import Algorithm
-from thinwire.collectives.choose import choose
+from thinwire.collectives.choose import choose, settled_by
 from thinwire.collectives.gather import Gather
 from thinwire.collectives.joint import JointSearch
 from thinwire.collectives.memory import Load
@@ -10,7 +10,6 @@ from thinwire.collectives.scatter import SCATTER, Scatter
 from thinwire.collectives.sparse import SparseRegions
 from thinwire.collectives.summable import BackendSum, UncompressedSum
 from thinwire.collectives.twoshot import TwoShot
-from thinwire.compressors import JointCompressor
 
 _ALGORITHMS: dict[str, type[Algorithm]] = {
     "gather": Gather,
@@ -24,10 +23,13 @@ _ALGORITHMS: dict[str, type[Algorithm]] = {
 
 def collective_for(reduction: Reduction, size: int, share: float = 1.0) -> str:
     """The collective for a share of each tensor among `size` ranks."""
-    parts, compressor = reduction.parts, reduction.compressor
+    parts = reduction.parts
+    compressors = [part.compressor for part in parts]
+    settled = settled_by(compressors, size)
+    if settled is not None:
+        return settled
     mixed = len({part.x.dtype for part in parts}) > 1
-    message = 0.0 if isinstance(compressor, JointCompressor) else Load.of(parts, compressor).frame
-    return choose(compressor, share * message, size, mixed)
+    return choose(compressors, share * Load.of(parts).frame, size, mixed)
 
 
 def algorithm_for(collective: str, reduction: Reduction, rank: int, size: int) -> Algorithm:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.collectives.algorithm import StreamAlgorithm, ToAll
 from thinwire.collectives.memory import MOST_ROUNDS, rounds_for
-from thinwire.collectives.message import LENGTH, bundle, max_message_bytes, unbundle
+from thinwire.collectives.message import LENGTH, max_message_bytes, unbundle
 from thinwire.collectives.reduction import Part
 from thinwire.collectives.transport import Record, Transport
 from thinwire.frames import Payload
@@ -75,7 +75,7 @@ class Gather(StreamAlgorithm, ToAll):
     # As one slice of several.
 
     def max_bytes_to_all(self) -> int:
-        return max_message_bytes([p.extent for p in self.reduction.parts], self.compressor)
+        return max_message_bytes([part.expected for part in self.reduction.parts])
 
     def message(self) -> tuple[Tensor, bool]:
         return self._first.message, not self._first.non_finite
@@ -83,7 +83,7 @@ class Gather(StreamAlgorithm, ToAll):
     def take_all(self, received: list[Tensor], finite: bool) -> None:
         self.finite = finite
         payloads = self._opened(self._first, received)
-        if self._at_once and self.compressor.leaves_out:
+        if self._at_once and all(part.compressor.leaves_out for part in self._first.parts):
             self._received = payloads  # single elements are added at little cost in the end
         else:
             self._add_up(self._first, payloads)
@@ -92,18 +92,18 @@ class Gather(StreamAlgorithm, ToAll):
         if self._sums:
             for part, payload, total in self._sums:
                 if self.finite:
-                    part.settle(self.compressor, payload)
+                    part.settle(payload)
                 part.x.copy_(total)
             return
         if self.finite:
             for part, payload in zip(self._first.parts, self._first.payloads, strict=True):
-                part.settle(self.compressor, payload)
+                part.settle(payload)
         for i, part in enumerate(self._first.parts):
-            self._combine([theirs[i] for theirs in self._received], part.x)
+            self._combine(part, [theirs[i] for theirs in self._received], part.x)
 
-    def _combine(self, payloads: list[Payload], out: Tensor) -> None:
+    def _combine(self, part: Part, payloads: list[Payload], out: Tensor) -> None:
         """What the payloads of all ranks come to, in the type that sums are formed in."""
-        if self.reduction.senders:
+        if self.reduction.senders and part.compressor.leaves_out:
             average_held(payloads, out)
         else:
             add_all(payloads, out, self.weight, fresh=True)
@@ -116,8 +116,8 @@ class Gather(StreamAlgorithm, ToAll):
 
     def _draft(self, number: int) -> _Slice:
         parts = [self._stretch(part, number) for part in self.reduction.parts]
-        payloads = [part.draft(self.compressor) for part in parts]
-        return _Slice(parts, payloads, bundle(payloads))
+        payloads = [part.draft() for part in parts]
+        return _Slice(parts, payloads, self.reduction.bundle(parts, payloads))
 
     def _stretch(self, part: Part, number: int) -> Part:
         return part if self._rounds == 1 else part.shard(number, self._rounds)
@@ -128,7 +128,7 @@ class Gather(StreamAlgorithm, ToAll):
         records = transport.meet(
             [own.message.numel(), own.non_finite, self._rounds, limit or 0], along=own.message
         )
-        most = max_message_bytes([part.extent for part in longest], self.compressor)
+        most = max_message_bytes([part.expected for part in longest])
         transport.checked(LENGTH, [record.numbers[0] for record in records], most)
         transport.checked(ROUNDS, [record.numbers[2] for record in records], MOST_ROUNDS, 1)
         return records
@@ -155,14 +155,14 @@ class Gather(StreamAlgorithm, ToAll):
             return self._opened(own, messages)
 
     def _opened(self, own: _Slice, messages: list[Tensor]) -> list[list[Payload]]:
-        extents = [part.extent for part in own.parts]
-        return [unbundle(m, extents, self.compressor.fingerprint) for m in messages]
+        expected = [part.expected for part in own.parts]
+        return [unbundle(message, expected) for message in messages]
 
     def _add_up(self, own: _Slice, received: list[list[Payload]]) -> None:
         own.message = own.message[:0]
         for i, (part, payload) in enumerate(zip(own.parts, own.payloads, strict=True)):
             total = part.x.new_empty(part.x.numel(), dtype=part.real)
-            self._combine([theirs[i] for theirs in received], total)
+            self._combine(part, [theirs[i] for theirs in received], total)
             self._sums.append((part, payload, total))
             # Sums beyond float16 are the same news as infinities in the tensors, on all ranks.
             self.finite = self.finite and _fits(total, part.x.dtype)

@@ -22,6 +22,8 @@ class Account:
             of an Ethernet interface shows 66 bytes more for each packet of at most 1448.
         between_bytes: those of bytes_sent that went to another node, meetings apart; counted by
             the hierarchical collective, the only one that knows of nodes.
+        tensor_bytes: what this rank has made of each tensor, as frames or as values to be summed;
+            empty where that is not told apart.
         finite: False if a rank's tensor held NaN or infinity, so that no residual was changed.
             Uncompressed tensors (NoCompression without a residual) are not looked at.
         announced: this rank could not go on, and all others were told.
@@ -35,6 +37,7 @@ class Account:
     bytes_received: int = 0
     network_bytes: int = 0
     between_bytes: int = 0
+    tensor_bytes: list[int] = field(default_factory=list)
     finite: bool = True
     announced: bool = False
     lost: bool = False

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.collectives.algorithm import PayloadAlgorithm
+from thinwire.collectives.algorithm import Algorithm
 from thinwire.collectives.connect import GivenUpError
 from thinwire.collectives.flat import algorithm_for, collective_for
 from thinwire.collectives.memory import (
@@ -37,7 +37,7 @@ from thinwire.collectives.memory import (
     largest,
     refusal,
 )
-from thinwire.collectives.message import LENGTH, bundle, bundled_bytes, unbundle
+from thinwire.collectives.message import LENGTH, bundled_bytes, unbundle
 from thinwire.collectives.nodes import NodeLayout
 from thinwire.collectives.reduction import Part, Reduction
 from thinwire.collectives.transport import SubgroupTransport, Transport
@@ -54,7 +54,7 @@ from thinwire.frames.positions import max_position_bytes
 FEW = 4  # one in so many elements: below that, single elements are the shorter form
 
 
-class Hierarchical(PayloadAlgorithm):
+class Hierarchical(Algorithm):
     """Args:
     nodes: the members by node.
     """
@@ -85,13 +85,17 @@ class Hierarchical(PayloadAlgorithm):
     def prepare(self) -> None:
         guard_nodes(self.reduction, self._nodes, self.rank, self.size)
         count, parts = self._nodes.num_shards, self.reduction.parts
-        self._shards = [[part.shard(j, count) for part in parts] for j in range(count)]
+        inner = [part.using(self._inner) for part in parts]
+        self._shards = [[part.shard(j, count) for part in inner] for j in range(count)]
         self._sent = [
-            [] if j == self._place else [part.draft(self._inner) for part in shard]
+            [] if j == self._place else [part.draft() for part in shard]
             for j, shard in enumerate(self._shards)
         ]
         self._nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._messages = [bundle(each) if each else self._nothing for each in self._sent]
+        self._messages = [
+            self.reduction.bundle(shard, each) if each else self._nothing
+            for shard, each in zip(self._shards, self._sent, strict=True)
+        ]
         self.finite = not any(p.non_finite for each in self._sent for p in each)
         if self._owner:
             own = self._shards[self._place]
@@ -114,7 +118,7 @@ class Hierarchical(PayloadAlgorithm):
         self.finite = not any(record.numbers[0] for record in records)
         if not self.finite:
             return False
-        most = max(max_shard_bytes(self._shards, self._inner))
+        most = max(max_shard_bytes(self._shards))
         transport.checked_words(LENGTH, records, [most] * self.size)
         lengths = [records[place].words[self.rank] for place in self._node]
         longest = max(records[i].words[j] for i in self._node for j in self._node)
@@ -131,20 +135,20 @@ class Hierarchical(PayloadAlgorithm):
         """The node's sums of the own shard, to be reduced among the owners of the same shard."""
         own = self._shards[self._place]
         others = [message for j, message in enumerate(received) if j != self._place]
+        compressors = [part.compressor for part in self.reduction.parts]
         parts = []
-        for part, total in zip(own, sum_shards(own, others, self._inner), strict=True):
+        for part, total, compressor in zip(own, sum_shards(own, others), compressors, strict=True):
             if self._first_weight != 1:
                 total.mul_(self._first_weight)
-            if part.r is None:
-                parts.append(Part(total.to(part.x.dtype), None, part.key))
-            else:
+            x, rest = total.to(part.x.dtype), None
+            if part.r is not None:
                 x = narrow(total, part.x.dtype)
                 rest = torch.zeros_like(total) if x is total else total.sub_(x)
-                parts.append(Part(x, rest, part.key))
+            parts.append(Part(x, rest, part.key, compressor, place=part.place))
         limit = self.reduction.max_bytes
         if limit is not None:
             limit -= Held.of(self.reduction, self._nodes, self.rank).num_bytes
-        return Reduction(parts, self.compressor, self.weight / self._first_weight, limit)
+        return Reduction(parts, self.weight / self._first_weight, limit)
 
     def _sum_between(self, transport: Transport) -> Tensor:
         """Step 3: the message with the results of the own shard."""
@@ -162,10 +166,11 @@ class Hierarchical(PayloadAlgorithm):
                 flat.finish()
             self.finite = flat.finite
             del flat  # and with it the payloads that went between nodes
+            self.reduction.count_all(self._sums)
             self._between_bytes = subgroup.link.bytes_sent - before
             if self.finite:
                 self._results = [self._result(part) for part in self._sums.parts]
-                return bundle(self._results)
+                return self.reduction.bundle(self._sums.parts, self._results)
         return self._nothing
 
     def _spread_inside(self, transport: Transport, message: Tensor) -> bool:
@@ -182,12 +187,11 @@ class Hierarchical(PayloadAlgorithm):
         lengths[self._place] = 0
         others = [self._nothing if j == self._place else message for j in range(len(self._node))]
         received = self._swap(transport, others, lengths, longest)
-        fingerprint = self._inner.fingerprint
         with transport.preparing():
             self._opened = [
                 self._results
                 if j == self._place
-                else unbundle(received[j], [part.extent for part in shard], fingerprint)
+                else unbundle(received[j], [part.expected for part in shard])
                 for j, shard in enumerate(self._shards)
             ]
         return True
@@ -204,7 +208,7 @@ class Hierarchical(PayloadAlgorithm):
 
     def _result(self, part: Part) -> Payload:
         x = part.x
-        if isinstance(self.compressor, SparseCompressor) and x.numel():
+        if isinstance(part.compressor, SparseCompressor) and x.numel():
             there = x.nonzero().flatten()
             if there.numel() <= x.numel() // FEW:
                 return _single_elements(there, part, self._inner.fingerprint)
@@ -221,7 +225,7 @@ class Hierarchical(PayloadAlgorithm):
 
     def _settle(self) -> None:
         if self._sent:
-            settle_shards(self._shards, self._sent, self._inner)
+            settle_shards(self._shards, self._sent)
         else:
             others = [shard for j, shard in enumerate(self._shards) if j != self._place]
             for part in (part for shard in others for part in shard):
@@ -294,7 +298,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, reduction: Reduction, nodes: NodeLayout, rank: int) -> "Held":
-        inner = Load.of(reduction.parts, nodes.inner)
+        inner = Load.of([part.using(nodes.inner) for part in reduction.parts])
         sent, own = _shares(nodes, rank)
         kept = sent * inner.draft if cls.keeps(reduction, nodes) else 0.0
         remembered = inner.sums if reduction.has_residual else 0.0
@@ -342,20 +346,29 @@ def _shares(nodes: NodeLayout, rank: int) -> tuple[float, float]:
     return 1 - own, own
 
 
+def _result_bytes(reduction: Reduction, nodes: NodeLayout) -> tuple[float, float]:
+    """Of the results' frames, and of what is held besides them."""
+    frame = draft = 0.0
+    for part in reduction.parts:
+        inner = Load.of([part.using(nodes.inner)])
+        # A sparse result has at most the elements that all nodes have sent.
+        sparse = isinstance(part.compressor, SparseCompressor)
+        outer, times = (Load.of([part]), len(nodes.places)) if sparse else (inner, 1)
+        frame += min(inner.frame, times * outer.frame)
+        draft += min(inner.draft, times * outer.draft)
+    return frame, draft
+
+
 def _phases(reduction: Reduction, nodes: NodeLayout, rank: int, rounds: int) -> list[Phase]:
-    inner = Load.of(reduction.parts, nodes.inner)
-    outer = Load.of(reduction.parts, reduction.compressor)
+    inner = Load.of([part.using(nodes.inner) for part in reduction.parts])
+    outer = Load.of(reduction.parts)
     held = Held.of(reduction, nodes, rank)
     sent, own = _shares(nodes, rank)
     others = len(nodes.places[nodes.node_of(rank)]) - 1
     count = nodes.num_shards
     drafts = {"payloads of shards": sent * inner.draft}
     received = {"received": others * own * inner.frame}
-    # A sparse result has at most the elements that all nodes have sent.
-    frame, draft = inner.frame, inner.draft
-    if isinstance(reduction.compressor, SparseCompressor):
-        frame = min(frame, len(nodes.places) * outer.frame)
-        draft = min(draft, len(nodes.places) * outer.draft)
+    frame, draft = _result_bytes(reduction, nodes)
     result = {"result": own * (draft + frame), "copies": others * own * frame}
     phases: list[Phase] = [
         drafts | {"encoding": inner.passing / count, "messages": sent * inner.frame},

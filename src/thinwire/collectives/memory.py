@@ -91,12 +91,12 @@ class Load(NamedTuple):
         )
 
     @classmethod
-    def of(cls, parts: Sequence[Part], compressor: Compressor) -> "Load":
+    def of(cls, parts: Sequence[Part]) -> "Load":
         frame = opened = draft = choice = squeezed = passing = sums = dense = 0.0
         converted = False
         for part in parts:
             n = part.x.numel()
-            weight = weigh(compressor, part.x.dtype, part.r is not None)
+            weight = weigh(part.compressor, part.x.dtype, part.r is not None)
             frame += n * weight.frame + 64
             opened += n * weight.opened
             draft += n * weight.draft
@@ -133,7 +133,7 @@ def _gathering(frame: float, size: int) -> Phase:
 def gather_load(reduction: Reduction) -> Load:
     """The load of a gather: that of its tensors, and who sent what is counted in one of them at a
     time."""
-    load = Load.of(reduction.parts, reduction.compressor)
+    load = Load.of(reduction.parts)
     if not reduction.senders:
         return load
     return load._replace(
@@ -247,20 +247,24 @@ def kind_of(collective: str, reduction: Reduction) -> str:
 def guard(collective: str, reduction: Reduction, size: int) -> None:
     """Refuse an exchange that would take more than the limit."""
     collective = kind_of(collective, reduction)
-    if reduction.max_bytes is not None and isinstance(reduction.compressor, JointCompressor):
-        need = _joint(reduction.parts, reduction.compressor)
+    if reduction.max_bytes is not None and collective == "joint":
+        need = _joint(reduction.parts)
         if need.num_bytes > reduction.max_bytes:
             raise refusal(collective, need, reduction.max_bytes, size)
     elif reduction.max_bytes is not None:
-        _check(
-            collective, Load.of(reduction.parts, reduction.compressor), size, reduction.max_bytes
-        )
+        _check(collective, Load.of(reduction.parts), size, reduction.max_bytes)
 
 
-def _joint(parts: Sequence[Part], compressor: JointCompressor) -> Estimate:
+def _joint(parts: Sequence[Part]) -> Estimate:
     """Copies of all tensors, what travels of them twice, and the results."""
+
+    def values(part: Part) -> int:
+        if isinstance(part.compressor, JointCompressor):
+            return part.compressor.sent(part.shape)
+        return part.x.numel()
+
     copies = sum(part.x.numel() * part.real.itemsize for part in parts)
-    sent = sum(compressor.sent(part.shape) * part.real.itemsize for part in parts)
+    sent = sum(values(part) * part.real.itemsize for part in parts)
     return Estimate((("copies", copies), ("factors", 2 * sent), ("results", copies)))
 
 
@@ -270,7 +274,7 @@ def check_real(
     """The same for messages to all others, now that they are there."""
     if reduction.max_bytes is not None:
         frame = sum(message.numel() for message in messages) * size / (size - 1)
-        load = Load.of(reduction.parts, reduction.compressor).grown(frame)
+        load = Load.of(reduction.parts).grown(frame)
         _check(collective, load, size, reduction.max_bytes)
 
 

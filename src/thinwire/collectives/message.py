@@ -4,17 +4,30 @@ Everything in a message starts at a multiple of 64 bytes, so that it can be used
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.compressors import LocalCompressor
 from thinwire.errors import FrameError
-from thinwire.frames import Payload, pack, unpack
+from thinwire.frames import Payload, unpack
 from thinwire.frames.code import Extent
 
 ALIGNMENT = 64
 LENGTH = "a message of so many bytes"
+
+
+class Expected(NamedTuple):
+    """A frame that a message must hold: of so many elements of a type, by this compressor."""
+
+    extent: Extent
+    compressor: LocalCompressor
+
+    @property
+    def max_bytes(self) -> int:
+        """Most that it can be long."""
+        return self.compressor.max_payload_bytes(self.extent.numel, self.extent.dtype)
 
 
 def aligned(length: int) -> int:
@@ -37,20 +50,19 @@ def joined(messages: Sequence[Tensor], lengths: Sequence[int], device: torch.dev
     return room
 
 
-def bundle(payloads: Sequence[Payload]) -> Tensor:
+def bundle(frames: Sequence[Tensor]) -> Tensor:
     """Frames of several tensors as one message: a table of their lengths, then the frames."""
-    frames = [pack(payload) for payload in payloads]
     if len(frames) == 1:
         return frames[0]
-    device = payloads[0].device
+    device = frames[0].device
     table = torch.tensor([f.numel() for f in frames], dtype=torch.int64).view(torch.uint8)
     pieces = [table.to(device), *frames]
     return torch.cat([padded(piece, aligned(piece.numel())) for piece in pieces])
 
 
-def max_message_bytes(extents: Sequence[Extent], compressor: LocalCompressor) -> int:
-    """The longest message that `bundle` makes of payloads of this compressor."""
-    return bundled_bytes([compressor.max_payload_bytes(e.numel, e.dtype) for e in extents])
+def max_message_bytes(expected: Sequence[Expected]) -> int:
+    """The longest message that `bundle` makes of such frames."""
+    return bundled_bytes([each.max_bytes for each in expected])
 
 
 def bundled_bytes(lengths: Sequence[int]) -> int:
@@ -58,16 +70,16 @@ def bundled_bytes(lengths: Sequence[int]) -> int:
     return lengths[0] if len(lengths) == 1 else sum(map(aligned, [8 * len(lengths), *lengths]))
 
 
-def unbundle(message: Tensor, extents: Sequence[Extent], fingerprint: int) -> list[Payload]:
-    """The payloads in a message, checked to be of this type and length and compressor."""
-    frames = [message] if len(extents) == 1 else _frames(message, len(extents))
+def unbundle(message: Tensor, expected: Sequence[Expected]) -> list[Payload]:
+    """The payloads in a message, checked to be of these types, lengths and compressors."""
+    frames = [message] if len(expected) == 1 else _frames(message, len(expected))
     payloads = []
-    for frame, extent in zip(frames, extents, strict=True):
+    for frame, (extent, compressor) in zip(frames, expected, strict=True):
         payload = unpack(frame, max_numel=extent.numel)
-        if payload.extent != extent or payload.fingerprint != fingerprint:
+        if payload.extent != extent or payload.fingerprint != compressor.fingerprint:
             raise FrameError(
-                f"expected {extent.numel} elements of {extent.dtype} from compressor "
-                f"{fingerprint:#010x}, got {payload.numel} of {payload.dtype} from "
+                f"expected {extent.numel} elements of {extent.dtype} from {compressor} "
+                f"({compressor.fingerprint:#010x}), got {payload.numel} of {payload.dtype} from "
                 f"{payload.fingerprint:#010x}"
             )
         payloads.append(payload)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.collectives.choose import COLLECTIVES, suits
+from thinwire.collectives.choose import COLLECTIVES, suits, suits_all
 from thinwire.collectives.nodes import Nodes, nodes_of
 from thinwire.compressors import Compressor, JointCompressor
 from thinwire.formatting import read_bytes
@@ -65,24 +65,29 @@ class Options:
             found = Nodes()
         return cls(group, collective, found, _bytes_given(max_bytes), _timeout_given(timeout))
 
-    def check(self, compressor: Compressor, op: str = "AVG") -> None:
-        """Refuse a compressor that cannot go through the collective, and what a mean over senders
-        cannot be formed with."""
+    def check(self, compressors: Sequence[Compressor], op: str = "AVG") -> None:
+        """Refuse compressors that cannot go through the collective, or not in one exchange, and
+        what a mean over senders cannot be formed with."""
         if op == SENDERS and self.collective not in ("auto", "gather"):
             raise ValueError(
                 f"a mean over senders goes through 'gather', not {self.collective!r}: only there "
                 "every rank sees who sent what. Leave out collective= and nodes=, or average over "
                 "all ranks"
             )
-        if op == SENDERS and isinstance(compressor, JointCompressor):
+        joint = [each for each in compressors if isinstance(each, JointCompressor)]
+        if op == SENDERS and joint:
             raise ValueError(
-                f"{compressor} has no mean over senders: all ranks together find what is sent. "
+                f"{joint[0]} has no mean over senders: all ranks together find what is sent. "
                 "Average over all ranks, or use a compressor that each rank chooses with (TopK, "
                 "Threshold, RandomK and chains of them)"
             )
-        unsuited = self._unsuited(compressor)
-        if unsuited is not None:
-            raise ValueError(f"{compressor} cannot go through {self.collective!r}: {unsuited}")
+        for each in joint or compressors:
+            unsuited = self._unsuited(each)
+            if unsuited is not None:
+                raise ValueError(f"{each} cannot go through {self.collective!r}: {unsuited}")
+        apart = suits_all(self.collective, compressors)
+        if apart is not None:
+            raise ValueError(apart)
 
     def carries(self, compressor: Compressor) -> bool:
         """Whether a compressor can go through the collective."""

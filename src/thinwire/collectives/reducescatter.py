@@ -74,7 +74,7 @@ class ReduceScatter(Exchange):
             raise ValueError(f"reduce_scatter takes SUM and AVG, got {operation}")
         inputs = [input] if isinstance(input, Tensor) else list(input)
         residuals = _as_list(residual, len(inputs))
-        check_operands(operation, compressor, inputs, residuals)
+        check_operands(operation, [compressor] * len(inputs), inputs, residuals)
         check_writable([output], residuals)
         what = f"reduce_scatter of {describe_all(inputs)[:80]} with {compressor}"
         super().__init__("reduce_scatter", [output, *inputs], options, result=output, what=what)
@@ -88,7 +88,7 @@ class ReduceScatter(Exchange):
             ("compressor", str(compressor)),
             ("op", operation),
             ("residual", describe_residuals(residuals)),
-            *describe_key(compressor, self._key),
+            *describe_key([compressor], [self._key]),
         )
 
     def _check_shapes(self, output: Tensor, inputs: Sequence[Tensor], listed: bool) -> None:
@@ -111,10 +111,11 @@ class ReduceScatter(Exchange):
 
     def prepare(self) -> None:
         self.handle.account.collective = SCATTER
-        self._flat = FlatTensors(self._inputs, self._residuals, self._key)
-        reduction = Reduction(
-            self._flat.parts, self._compressor, self._weight, self.options.max_bytes
+        count = len(self._inputs)
+        self._flat = FlatTensors(
+            self._inputs, self._residuals, [self._compressor] * count, [self._key] * count
         )
+        reduction = Reduction(self._flat.parts, self._weight, self.options.max_bytes)
         guard(SCATTER, reduction, self.size)
         # One tensor in equal parts, or as many tensors as there are ranks.
         shards = [[part] for part in reduction.parts] if len(reduction.parts) > 1 else None

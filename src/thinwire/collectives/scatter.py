@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from thinwire.collectives.algorithm import StreamAlgorithm, ToEach
-from thinwire.collectives.reduction import Part, Reduction, cut
+from thinwire.collectives.reduction import Reduction, cut
 from thinwire.collectives.transport import Transport
 from thinwire.collectives.twoshot import Shards, ShardSwap, narrowed
 
@@ -44,10 +44,9 @@ class Scatter(StreamAlgorithm, ToEach):
 
     def sliced(self, count: int) -> "list[Scatter]":
         """The same for each of so many slices of all shards, or for fewer."""
-        grain = self.compressor.grain or 1
-        columns = zip(*(cut(shard, grain, count) for shard in self._shards), strict=True)
+        columns = zip(*(cut(shard, count) for shard in self._shards), strict=True)
         own = self._shards[self.rank]
-        targets = [Part(x, None, part.key) for x, part in zip(self._into, own, strict=True)]
+        targets = [part._replace(x=x, r=None) for x, part in zip(self._into, own, strict=True)]
         return [
             Scatter(
                 replace(self.reduction, parts=[part for shard in shards for part in shard]),
@@ -56,7 +55,7 @@ class Scatter(StreamAlgorithm, ToEach):
                 list(shards),
                 [part.x for part in into],
             )
-            for shards, into in zip(columns, cut(targets, grain, count), strict=True)
+            for shards, into in zip(columns, cut(targets, count), strict=True)
             if any(shards)
         ]
 

@@ -12,7 +12,7 @@ from thinwire.collectives.allreduce import check_writable
 from thinwire.collectives.channel import Channel, place_of, process_group
 from thinwire.collectives.exchange import Exchange, describe
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.message import LENGTH, bundle
+from thinwire.collectives.message import LENGTH
 from thinwire.collectives.options import Group, Options, Timeout
 from thinwire.collectives.pairs import NAME, RECEIVER, SENDER, Pair, pair_channel_of
 from thinwire.collectives.reduction import FlatTensors
@@ -20,7 +20,7 @@ from thinwire.collectives.transport import Record, Transport
 from thinwire.compressors import Compressor, LocalCompressor, local_of
 from thinwire.compressors.compiling import uses_of
 from thinwire.errors import FrameError
-from thinwire.frames import longest_frame, unpack
+from thinwire.frames import longest_frame, pack, unpack
 from thinwire.frames.code import Extent
 from thinwire.kernels import Key
 from thinwire.kernels.compiling import KernelUse
@@ -148,9 +148,9 @@ class Send(PairExchange):
 
     def prepare(self) -> None:
         self.handle.account.collective = "send"
-        self._flat = FlatTensors([self._tensor], [self._residual], self._key)
-        self._payload = self._flat.parts[0].draft(self._compressor)
-        self._message = bundle([self._payload])
+        self._flat = FlatTensors([self._tensor], [self._residual], [self._compressor], [self._key])
+        self._payload = self._flat.parts[0].draft()
+        self._message = pack(self._payload)
         self.handle.account.finite = not self._payload.non_finite
 
     def exchange(self, transport: Transport) -> None:
@@ -160,7 +160,7 @@ class Send(PairExchange):
         transport.swap(messages, [0, 0], records)
 
     def finish(self) -> None:
-        self._flat.parts[0].settle(self._compressor, self._payload)
+        self._flat.parts[0].settle(self._payload)
         self._flat.write_back(tensors=False)
 
 

@@ -2,7 +2,8 @@
 
 After Ok-Topk (Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, 2022).
 
-1. Pick positions and values of x + r (k of them on this rank).
+1. Pick positions and values of x + r (k of them on this rank), each tensor with its compressor;
+   these may differ in what they choose, not in how values are written.
 2. Meet: exchange quantiles of the positions; their means divide the tensor into P regions that hold
    about equally many chosen elements. Where messages are short anyway, regions are of one length,
    and nobody meets.
@@ -21,13 +22,13 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.collectives.algorithm import Algorithm
-from thinwire.collectives.memory import check_real
-from thinwire.collectives.message import LENGTH, bundle, unbundle
+from thinwire.collectives.memory import CANDIDATE, check_real
+from thinwire.collectives.message import LENGTH, Expected, unbundle
 from thinwire.collectives.reduction import Part, Reduction
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import SparseCompressor
 from thinwire.compressors.base import add_narrower
-from thinwire.frames import Payload
+from thinwire.frames import Payload, pack
 from thinwire.frames.code import Extent
 from thinwire.frames.header import LONGEST_HEADER
 from thinwire.frames.payload import add_all
@@ -41,18 +42,18 @@ class SparseRegions(Algorithm):
 
     def __init__(self, reduction: Reduction, rank: int, size: int) -> None:
         super().__init__(reduction, rank, size)
-        assert isinstance(reduction.compressor, SparseCompressor)
-        self.compressor = reduction.compressor
+        self.compressor = _sparse(reduction.parts[0])
 
     def prepare(self) -> None:
-        self._part, self._chosen = _joined(self.reduction.parts, self.compressor)
+        self._part, self._chosen = _joined(self.reduction)
         self._numel = self._part.x.numel()
 
     def exchange(self, transport: Transport) -> None:
         self._results: list[Payload] = []
         numel, size = self._numel, self.size
-        most = self.compressor.max_payload_bytes(numel, self._part.x.dtype)
-        if most <= transport.room:
+        count = sum(_sparse(part).max_chosen(part.x.numel()) for part in self.reduction.parts)
+        most = self.compressor.max_enclosed_bytes(count, self._part.extent)
+        if LONGEST_HEADER + most <= transport.room:
             edges = [numel * j // size for j in range(1, size)]
         else:
             edges = self._balanced_edges(transport)
@@ -100,7 +101,7 @@ class SparseRegions(Algorithm):
                 None if j == me else self.compressor.enclose(*piece, extent, self._key(j))
                 for j, (piece, extent) in enumerate(zip(pieces, self._extents, strict=bool(pieces)))
             ]
-            messages = [nothing if p is None else bundle([p]) for p in self._sent]
+            messages = [nothing if p is None else pack(p) for p in self._sent]
             messages += [nothing] * (self.size - len(messages))
             check_real("sparse", self.reduction, messages, self.size)
         count = 0 if chosen is None else chosen[0].numel()
@@ -125,16 +126,15 @@ class SparseRegions(Algorithm):
         """Step 4: the largest sums of the own region to all."""
         with transport.preparing():
             self._kept = self._largest(keep)
-            message = bundle([self._kept])
+            message = pack(self._kept)
         records = transport.meet([message.numel(), self._kept.non_finite], along=message)
         lengths = [record.numbers[0] for record in records]
         transport.checked(LENGTH, lengths, self._max_bytes(keep))
         self.finite = not any(record.numbers[1] for record in records)
         messages = transport.gather(message, lengths, records)
         with transport.clock("decode"):
-            fingerprint = self.compressor.fingerprint
             self._results = [
-                unbundle(m, [extent], fingerprint)[0]
+                unbundle(m, [Expected(extent, self.compressor)])[0]
                 for m, extent in zip(messages, self._extents, strict=True)
             ]
 
@@ -164,10 +164,8 @@ class SparseRegions(Algorithm):
         extent = self._extents[self.rank]
         total = torch.zeros(extent.numel, dtype=self._part.real, device=self.device)
         kernels.on(total.device).scatter_add(total, *self._own, weight=1.0, fresh=False, plus=None)
-        fingerprint = self.compressor.fingerprint
-        payloads = [
-            unbundle(m, [extent], fingerprint)[0] for j, m in enumerate(received) if j != self.rank
-        ]
+        expected = [Expected(extent, self.compressor)]
+        payloads = [unbundle(m, expected)[0] for j, m in enumerate(received) if j != self.rank]
         add_all(payloads, total)
         return total
 
@@ -212,9 +210,16 @@ def _quantiles(chosen: Chosen, numel: int, size: int) -> list[int]:
     return [*positions[at].tolist(), numel]
 
 
-def _joined(parts: list[Part], compressor: SparseCompressor) -> tuple[Part, Chosen | None]:
+def _sparse(part: Part) -> SparseCompressor:
+    assert isinstance(part.compressor, SparseCompressor)
+    return part.compressor
+
+
+def _joined(reduction: Reduction) -> tuple[Part, Chosen | None]:
     """All tensors as one, and what was chosen in each; copies only if there are several."""
-    picks = [compressor.pick(p.x, residual=p.r, key=p.key) for p in parts]
+    parts = reduction.parts
+    picks = [_sparse(p).pick(p.x, residual=p.r, key=p.key) for p in parts]
+    reduction.count(parts, [0 if pick is None else CANDIDATE * pick[0].numel() for pick in picks])
     if len(picks) == 1:
         return parts[0], picks[0]
     offset, positions, values = 0, [], []
@@ -230,7 +235,7 @@ def _joined(parts: list[Part], compressor: SparseCompressor) -> tuple[Part, Chos
         r = torch.cat(
             [p.x.new_zeros(p.x.numel(), dtype=p.real) if p.r is None else p.r for p in parts]
         )
-    return Part(x, r, parts[0].key), chosen
+    return Part(x, r, parts[0].key, parts[0].compressor), chosen
 
 
 def _divided(reduction: Reduction, part: Part) -> None:

@@ -59,7 +59,7 @@ def in_stream(algorithm: Algorithm) -> Algorithm:
 def slice_count(reduction: Reduction) -> int:
     """In how many slices a reduction should go."""
     parts = reduction.parts
-    if reduction.compressor.grain is None or parts[0].x.device.type != "cpu":
+    if parts[0].x.device.type != "cpu":
         return 1
     num_bytes = sum(part.x.nbytes for part in parts)
     return max(1, min(MOST, num_bytes // LEAST_BYTES))
@@ -97,6 +97,9 @@ class Stream(Algorithm):
                     self._whole.prepare()
             self._whole.exchange(transport)
         self.finite = all(each.finite for each in self._slices)
+        for each in self._slices:
+            if each is not self._whole:
+                self.reduction.count_all(each.reduction)
 
     def finish(self) -> None:
         for each in self._slices:
@@ -315,9 +318,9 @@ class Preparer:
 
 def _is_full(algorithm: StreamAlgorithm) -> bool:
     """Whether messages are about as long as they can be, as far as all ranks know."""
-    parts, compressor = algorithm.reduction.parts, algorithm.compressor
-    most = max_message_bytes([part.extent for part in parts], compressor)
-    return Load.of(parts, compressor).frame >= FULL * most
+    parts = algorithm.reduction.parts
+    most = max_message_bytes([part.expected for part in parts])
+    return Load.of(parts).frame >= FULL * most
 
 
 def _nothing() -> Tensor:

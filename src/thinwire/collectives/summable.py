@@ -19,17 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.algorithm import Algorithm, PayloadAlgorithm
+from thinwire.collectives.algorithm import Algorithm
 from thinwire.collectives.transport import Transport
 from thinwire.frames import Payload
 from thinwire.frames.code import Start
 
 
-class BackendSum(PayloadAlgorithm):
+class BackendSum(Algorithm):
     def prepare(self) -> None:
-        self._payloads = [part.draft(self.compressor) for part in self.reduction.parts]
+        self._payloads = [part.draft() for part in self.reduction.parts]
         self.finite = not any(payload.non_finite for payload in self._payloads)
         self._pools = pooled([_values(p) for p in self._payloads]) if self.finite else {}
+        if self.finite:
+            self.reduction.count(self.reduction.parts, [_values(p).nbytes for p in self._payloads])
         self._peak = _peak(self._pools.get(torch.float16))
         self._shrink = 1.0
 
@@ -54,7 +56,7 @@ class BackendSum(PayloadAlgorithm):
             return
         sums = _unpooled(self._pools, [_values(p) for p in self._payloads])
         for part, payload, total in zip(self.reduction.parts, self._payloads, sums, strict=True):
-            part.settle(self.compressor, payload)
+            part.settle(payload)
             grown = self.weight / (self._shrink if total.dtype == torch.float16 else 1.0)
             result = dataclasses.replace(payload, sections=(total,), known=None)
             result.add_to(part.x, grown, Start(fresh=True))
@@ -68,7 +70,8 @@ class UncompressedSum(Algorithm):
     """
 
     def prepare(self) -> None:
-        pass  # the copy lies in a scratch buffer of the link, which comes with the transport
+        # The copy lies in a scratch buffer of the link, which comes with the transport.
+        self.reduction.count(self.reduction.parts, [part.x.nbytes for part in self.reduction.parts])
 
     def exchange(self, transport: Transport) -> None:
         with transport.preparing():

@@ -34,6 +34,7 @@ MAGIC = 0x7468696E77697265
 HEADER = 5  # numbers that a record begins with
 FIELDS = 8  # numbers that every record has room for, besides one for each member
 MOST_TEXT = 1 << 20  # bytes of an explanation
+LISTED = "; "  # between what is said of each of several tensors
 FAILED, IDLE, ALONG = 1, 2, 4  # a member cannot go on, has nothing to say, sends all its messages
 # Bytes that come along with the records of all others, at most, and with that of one.
 ROOM, MOST_ROOM, LEAST_ROOM = 1 << 19, 1 << 17, 1 << 12
@@ -95,6 +96,8 @@ class Transport:
         self.device = device
         self.limit = limit
         self._call = call
+        text = str(call).encode()
+        self._call_text, self._call_mark = text[:MOST_TEXT], zlib.crc32(text)
         # gloo and MPI move memory of the host, others that of the device.
         on_host = self.members.backend.name in ("gloo", "mpi")
         self._transfer_device = torch.device("cpu") if on_host else device
@@ -195,10 +198,10 @@ class Transport:
         along: Tensor | Sequence[Tensor] | None = None,
     ) -> list[Record]:
         size = self.members.size
-        text = (_explain(failure) if failure is not None else str(self._call)).encode()[:MOST_TEXT]
+        text = self._call_text if failure is None else _explain(failure).encode()[:MOST_TEXT]
         state = FAILED if failure is not None else IDLE if idle else 0
         messages = self._short_enough(along)
-        first = [MAGIC, zlib.crc32(str(self._call).encode()), state | (ALONG if messages else 0)]
+        first = [MAGIC, self._call_mark, state | (ALONG if messages else 0)]
         record = [*first, len(text), 0, *numbers]
         record += [0] * (HEADER + FIELDS - len(record))
         record += [*words, *[0] * (size - len(words))]
@@ -463,15 +466,19 @@ def _difference(ranks: Sequence[int], texts: Sequence[str]) -> str:
     fields = list(dict.fromkeys(key for call in calls for key in call))
     lines = []
     for key in fields:
-        by_value: dict[str, list[int]] = {}
-        for rank, call in zip(ranks, calls, strict=True):
-            by_value.setdefault(call.get(key, "none"), []).append(rank)
-        if len(by_value) > 1:
-            parts = [
-                f"{value} on {'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}"
-                for value, who in sorted(by_value.items(), key=lambda item: -len(item[1]))
-            ]
-            lines.append(f"{key}: {' but '.join(parts)}")
+        values = [call.get(key, "none").split(LISTED) for call in calls]
+        same_count = len(set(map(len, values))) == 1
+        items = zip(*values, strict=True) if same_count else [map(LISTED.join, values)]
+        for item in items:
+            by_value: dict[str, list[int]] = {}
+            for rank, value in zip(ranks, item, strict=True):
+                by_value.setdefault(value, []).append(rank)
+            if len(by_value) > 1:
+                parts = [
+                    f"{value} on {'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}"
+                    for value, who in sorted(by_value.items(), key=lambda item: -len(item[1]))
+                ]
+                lines.append(f"{key}: {' but '.join(parts)}")
     return "ranks disagree in one call, " + "; ".join(lines)
 
 

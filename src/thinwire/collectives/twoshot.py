@@ -20,10 +20,9 @@ from torch import Tensor
 
 from thinwire.collectives.algorithm import StreamAlgorithm, ToAll, ToEach
 from thinwire.collectives.memory import check_real
-from thinwire.collectives.message import LENGTH, bundle, max_message_bytes, unbundle
+from thinwire.collectives.message import LENGTH, max_message_bytes, unbundle
 from thinwire.collectives.reduction import Part, Reduction
 from thinwire.collectives.transport import Transport
-from thinwire.compressors import LocalCompressor
 from thinwire.frames import Payload
 from thinwire.frames.payload import add_all
 
@@ -53,14 +52,14 @@ class TwoShot(StreamAlgorithm, ToAll):
             message, finite = self.message()
         records = transport.meet([message.numel(), not finite], along=message)
         lengths = [record.numbers[0] for record in records]
-        transport.checked(LENGTH, lengths, max_shard_bytes(self._shards, self.compressor))
+        transport.checked(LENGTH, lengths, max_shard_bytes(self._shards))
         finite = not any(record.numbers[1] for record in records)
         messages = transport.gather(message, lengths, records)
         with transport.clock("decode"):
             self.take_all(messages, finite)
 
     def max_bytes_to_all(self) -> int:
-        return max(max_shard_bytes(self._shards, self.compressor))
+        return max(max_shard_bytes(self._shards))
 
     def message(self) -> tuple[Tensor, bool]:
         own = self._shards[self.rank]
@@ -69,14 +68,14 @@ class TwoShot(StreamAlgorithm, ToAll):
         for total, part in zip(self._sums, own, strict=True):
             mean = narrowed(total, self.weight, part)
             zeros, key = _zero_residual(mean, part), part.key.derive(self.size)
-            self._second.append(self.compressor.draft(mean, residual=zeros, key=key))
+            self._second.append(part.local.draft(mean, residual=zeros, key=key))
         finite = self._swap.finite and not any(p.non_finite for p in self._second)
-        return bundle(self._second), finite
+        return self.reduction.bundle(own, self._second), finite
 
     def take_all(self, received: list[Tensor], finite: bool) -> None:
         self.finite = finite
         self._results = [
-            unbundle(m, [part.extent for part in parts], self.compressor.fingerprint)
+            unbundle(m, [part.expected for part in parts])
             for m, parts in zip(received, self._shards, strict=True)
         ]
 
@@ -108,19 +107,19 @@ class ShardSwap(ToEach):
     def __init__(self, reduction: Reduction, shards: Shards, rank: int, collective: str) -> None:
         self._reduction, self._shards, self._rank = reduction, shards, rank
         self._collective = collective
-        assert isinstance(reduction.compressor, LocalCompressor)
-        self._compressor = reduction.compressor
         self.finite = True
 
     def prepare(self) -> None:
         """Draft a payload for every other rank's shard."""
-        compressor = self._compressor
         self._sent = [
-            [] if j == self._rank else [part.draft(compressor) for part in parts]
+            [] if j == self._rank else [part.draft() for part in parts]
             for j, parts in enumerate(self._shards)
         ]
         nothing = torch.empty(0, dtype=torch.uint8, device=self._shards[0][0].x.device)
-        self._messages = [bundle(each) if each else nothing for each in self._sent]
+        self._messages = [
+            self._reduction.bundle(parts, each) if each else nothing
+            for parts, each in zip(self._shards, self._sent, strict=True)
+        ]
         check_real(self._collective, self._reduction, self._messages, len(self._shards))
         self.finite = not any(p.non_finite for each in self._sent for p in each)
 
@@ -129,7 +128,7 @@ class ShardSwap(ToEach):
         messages, finite = self.messages()
         lengths = [message.numel() for message in messages]
         records = transport.meet([not finite], lengths, along=messages)
-        most = max_shard_bytes(self._shards, self._compressor)
+        most = max_shard_bytes(self._shards)
         transport.checked_words(LENGTH, records, most)
         lengths = [record.words[self._rank] for record in records]
         longest = max(length for record in records for length in record.words)
@@ -139,8 +138,7 @@ class ShardSwap(ToEach):
         self.take(received, not any(record.numbers[0] for record in records))
 
     def max_bytes_to(self, place: int) -> int:
-        parts = self._shards[place]
-        return max_message_bytes([part.extent for part in parts], self._compressor)
+        return max_message_bytes([part.expected for part in self._shards[place]])
 
     def messages(self) -> tuple[list[Tensor], bool]:
         messages, self._messages = self._messages, []
@@ -152,24 +150,22 @@ class ShardSwap(ToEach):
     def sums(self) -> list[Tensor]:
         """The sums of the own shard over all ranks, in the type that sums are formed in."""
         received, self._received = self._received, []  # freed with this call
-        return sum_shards(self._shards[self._rank], received, self._compressor)
+        return sum_shards(self._shards[self._rank], received)
 
     def settle(self) -> None:
         """Bring the residuals of other ranks' shards up to date."""
-        settle_shards(self._shards, self._sent, self._compressor)
+        settle_shards(self._shards, self._sent)
 
 
-def max_shard_bytes(shards: Shards, compressor: LocalCompressor) -> list[int]:
+def max_shard_bytes(shards: Shards) -> list[int]:
     """The longest message that there can be of each shard."""
-    return [max_message_bytes([part.extent for part in parts], compressor) for parts in shards]
+    return [max_message_bytes([part.expected for part in parts]) for parts in shards]
 
 
-def sum_shards(
-    own: list[Part], received: list[Tensor], compressor: LocalCompressor
-) -> list[Tensor]:
+def sum_shards(own: list[Part], received: list[Tensor]) -> list[Tensor]:
     """x + r of the own shard plus what came from the others, in rank order."""
-    extents = [part.extent for part in own]
-    opened = [unbundle(message, extents, compressor.fingerprint) for message in received]
+    expected = [part.expected for part in own]
+    opened = [unbundle(message, expected) for message in received]
     sums = []
     for i, part in enumerate(own):
         total = part.x.to(part.real, copy=True)
@@ -180,12 +176,12 @@ def sum_shards(
     return sums
 
 
-def settle_shards(shards: Shards, sent: list[list[Payload]], compressor: LocalCompressor) -> None:
+def settle_shards(shards: Shards, sent: list[list[Payload]]) -> None:
     """Residual <- (x + r) - payload, for the shards of which a payload was sent."""
     for parts, payloads in zip(shards, sent, strict=True):
         if payloads:
             for part, payload in zip(parts, payloads, strict=True):
-                part.settle(compressor, payload)
+                part.settle(payload)
 
 
 def narrowed(total: Tensor, weight: float, part: Part) -> Tensor:

@@ -127,8 +127,13 @@ class Compressor(ABC):
         """32 bits that differ for different settings; ranks compare them."""
         return zlib.crc32(str(self).encode())
 
-    def __str__(self) -> str:
+    @cached_property
+    def _text(self) -> str:
+        """Written once: every exchange compares it."""
         return spec_of(self)
+
+    def __str__(self) -> str:
+        return self._text
 
     def __or__(self, other: "Compressor") -> "LocalCompressor":
         from thinwire.compressors.chain import Chain

@@ -139,6 +139,9 @@ class SparseChain(Chain, SparseCompressor):
         if not isinstance(self.stages[0], Sparsifier):
             raise ValueError(f"SparseChain: {self.stages[0]!r} does not send single elements")
 
+    def encloses_like(self, other: SparseCompressor) -> bool:
+        return isinstance(other, SparseChain) and other.stages[1:] == self.stages[1:]
+
     def max_chosen(self, numel: int) -> int:
         return self._first.max_chosen(numel)
 

@@ -74,6 +74,10 @@ class SparseCompressor(LocalCompressor):
     ) -> Encoded | None:
         """What `enclose` puts into a payload."""
 
+    def encloses_like(self, other: "SparseCompressor") -> bool:
+        """Whether `enclose` writes the same as another's, apart from who wrote it."""
+        return other == self
+
     @abstractmethod
     def max_chosen(self, numel: int) -> int:
         """Most elements that `choose` chooses of so many."""
@@ -126,6 +130,9 @@ class Sparsifier(SparseCompressor):
     @abstractmethod
     def select(self, request: Request) -> Selection | None:
         """Positions (ascending) and values of x + r; None if it is not finite throughout."""
+
+    def encloses_like(self, other: SparseCompressor) -> bool:
+        return type(other).encode_chosen is type(self).encode_chosen
 
     def max_chosen(self, numel: int) -> int:
         return numel

@@ -6,6 +6,7 @@ of it. Top-K, Random-K and Threshold share the code `Sparse`; Quantize, QSGD and
 code is its id and its parameters as varints.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -19,8 +20,13 @@ from thinwire.errors import FrameError
 MOST = 1 << 64  # no number in a header reaches this
 
 
+_DIGITS = [bytes([digit]) for digit in range(0x80)]
+
+
 def varint(value: int) -> bytes:
     """An integer in [0, 2^64) as little-endian base-128 digits (LEB128)."""
+    if 0 <= value < 0x80:
+        return _DIGITS[value]
     if not 0 <= value < MOST:
         raise ValueError(f"varint: {value} is not in [0, 2^64)")
     out = bytearray()
@@ -76,8 +82,11 @@ class Section(NamedTuple):
 
 def as_bytes(section: Tensor) -> Tensor:
     """The memory of a section as uint8."""
-    # A tensor of no or one element counts as contiguous whatever its stride says.
-    return section.contiguous().as_strided((section.numel(),), (1,)).view(torch.uint8)
+    flat = section.contiguous()
+    if flat.dim() != 1 or flat.numel() < 2:
+        # A tensor of no or one element counts as contiguous whatever its stride says.
+        flat = flat.as_strided((flat.numel(),), (1,))
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -107,6 +116,11 @@ class Start(NamedTuple):
 KEEP = Start()
 
 
+@functools.cache
+def _names(code: type["Code"]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(code))
+
+
 @dataclass(frozen=True)
 class Code(ABC):
     """Base of all codes. Fields that are integers are its parameters, fields that are codes nest.
@@ -124,8 +138,13 @@ class Code(ABC):
 
     def write(self) -> bytes:
         """The record of this code: its id, its integers as varints, then the nested records."""
-        record = bytes([self.id]) + b"".join(varint(int(v)) for v in self._integers())
-        return record + b"".join(code.write() for code in self.children())
+        record, nested = [bytes((self.id,))], []
+        for value in self._values():
+            if isinstance(value, int):
+                record.append(varint(int(value)))
+            elif isinstance(value, Code):
+                nested.append(value.write())
+        return b"".join(record + nested)
 
     @classmethod
     def read(cls, reader: Reader, nested: Any) -> Self:
@@ -133,11 +152,11 @@ class Code(ABC):
         kinds = [f.type for f in fields(cls)]
         return cls(*(nested() if kind in ("Code", Code) else reader.varint() for kind in kinds))
 
-    def _integers(self) -> list[int]:
-        return [v for v in (getattr(self, f.name) for f in fields(self)) if isinstance(v, int)]
+    def _values(self) -> list[Any]:
+        return [getattr(self, name) for name in _names(type(self))]
 
     def children(self) -> list["Code"]:
-        return [v for v in (getattr(self, f.name) for f in fields(self)) if isinstance(v, Code)]
+        return [value for value in self._values() if isinstance(value, Code)]
 
     def descendants(self) -> Iterator["Code"]:
         """All nested codes, at any depth."""

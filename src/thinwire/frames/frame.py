@@ -117,6 +117,8 @@ def default_bytes(length: int) -> int:
 
 def _order(dtypes: list[torch.dtype]) -> list[int]:
     """Widest elements first, so that every section is aligned without filling."""
+    if len(dtypes) == 1:
+        return [0]
     return sorted(range(len(dtypes)), key=lambda i: -dtypes[i].itemsize)
 
 

@@ -53,6 +53,8 @@ def compile_kernels(
         announcement: entered if something must be compiled, for as long as that takes.
     """
     due = [use for use in dict.fromkeys(uses) if use not in _rehearsed]
+    if not due:
+        return
     if all(map(is_compiled, due)):
         announcement = None
     with announcement or contextlib.nullcontext():

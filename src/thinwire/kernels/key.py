@@ -8,7 +8,8 @@ from numbers import Integral
 from typing import NamedTuple
 
 _MASK = (1 << 64) - 1
-_LIMITS = {"seed": 1 << 64, "step": 1 << 32, "tensor": 1 << 32, "stream": 1 << 8}
+_STEPS = 1 << 32
+_LIMITS = {"seed": 1 << 64, "step": _STEPS, "tensor": _STEPS, "stream": 1 << 8}
 
 
 class Key(NamedTuple):
@@ -28,6 +29,11 @@ class Key(NamedTuple):
 
     def checked(self) -> "Key":
         """Return self, or raise ValueError naming the field that is out of range."""
+        seed, step, tensor, stream = self
+        if type(seed) is type(step) is type(tensor) is type(stream) is int and (
+            0 <= seed <= _MASK and 0 <= step < _STEPS and 0 <= tensor < _STEPS and 0 <= stream < 256
+        ):
+            return self  # as almost always, and every tensor of every exchange comes by here
         for name, value in self._asdict().items():
             if not isinstance(value, Integral) or not 0 <= int(value) < _LIMITS[name]:
                 raise ValueError(

@@ -92,7 +92,7 @@ class ExchangingOptimizer(Optimizer):
             group, collective=self.collective, max_bytes=max_bytes, timeout=timeout
         )
         try:
-            self._options.check(self._compressor)
+            self._options.check([self._compressor])
         except ValueError as error:
             raise ValueError(f"{who}: {error}") from None
         self._ledger = Ledger()
@@ -254,14 +254,14 @@ class ExchangingOptimizer(Optimizer):
             f"{type(self).__name__}.step",
             tensors,
             residuals,
-            compressor,
+            [compressor] * len(tensors),
             replace(options, collective="auto") if compressor is UNCOMPRESSED else options,
             key=Key(step=step % (1 << 32)),
             details=(("step", f"{step}"), ("settings", self._settings())),
         )
         handle = exchange.start()
-        names = tuple(slot.name for slot in slots)
-        self._ledger.note(handle, [Parcel(names, list(tensors))], compressor)
+        parcels = [Parcel((s.name,), [t]) for s, t in zip(slots, tensors, strict=True)]
+        self._ledger.note(handle, parcels, [compressor] * len(parcels))
         return handle.account.finite
 
     def _settings(self) -> str:

@@ -13,7 +13,6 @@ from thinwire.parallel.configuration import CompressorGiven, Configuration, Scal
 from thinwire.parallel.ddp import DDPHook, hook_of
 from thinwire.parallel.local import FOLLOWED
 from thinwire.parallel.model import described, not_ddp, parameter_names
-from thinwire.parallel.plan import Planner
 from thinwire.parallel.sharded import attach_sharded, sharded_wire_of
 from thinwire.parallel.shards import Replicas, named_groups, replicas_of
 from thinwire.parallel.weights import WeightSettings
@@ -157,7 +156,7 @@ def attach(
         wire,
         {id(parameter): name for parameter, name in named},
         trained,
-        Planner(wire._compressor_of, granularity),
+        wire._planner(granularity),
         find_unused=ddp.find_unused_parameters,
     )
     wire._learn_tensors(described(ddp.module, trained), trained)

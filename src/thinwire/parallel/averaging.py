@@ -13,7 +13,7 @@ from thinwire.collectives.handle import Account, Handle
 from thinwire.compressors import JointCompressor
 from thinwire.formatting import plural
 from thinwire.parallel.configuration import Configuration
-from thinwire.parallel.plan import Piece, PlannedExchange, Planner
+from thinwire.parallel.plan import Piece, PlannedExchange
 from thinwire.parallel.replicas import ReplicaCheck
 from thinwire.parallel.step import ExchangeStep, SkippedError, first_of
 from thinwire.parallel.wire import Layout, Wire
@@ -56,9 +56,8 @@ class AveragingWire(Wire):
             if not step.errors:
                 exchanges = self._planned(tensors, together)
                 if self._all_or_nothing:
-                    exchanges.sort(key=lambda planned: planned.compressor is not None)
-                    compressed = [p for p in exchanges if p.compressor is not None]
-                    step.defers_commit |= len(compressed) > 1
+                    exchanges.sort(key=lambda planned: planned.compressed)
+                    step.defers_commit |= sum(p.compressed for p in exchanges) > 1
                 for planned in exchanges:
                     step.send(planned, tensors)
                 self._check_averages(step, tensors)
@@ -103,14 +102,15 @@ class AveragingWire(Wire):
 
     def _planned(self, tensors: Mapping[str, Tensor], together: bool) -> list[PlannedExchange]:
         """The exchanges of a call: those of a last bucket."""
-        planner = Planner(self._compressor_of, "bucket" if together else "tensor")
+        planner = self._planner("bucket" if together else "tensor", apart=self._all_or_nothing)
         pieces = [Piece(name, tensor.nbytes, tensor.dtype) for name, tensor in tensors.items()]
         plan = planner.add(pieces, last=True)
         # What a policy may choose later must not end a training.
-        for planned in plan if together and self._choices.fixed else ():
-            if isinstance(planned.compressor, JointCompressor):
+        units = [unit for planned in plan for unit in planned.units]
+        for unit in units if together and self._choices.fixed else ():
+            if isinstance(unit.compressor, JointCompressor):
                 raise ValueError(
-                    f"{planned.compressor} sees each tensor by itself: leave out together=True"
+                    f"{unit.compressor} sees each tensor by itself: leave out together=True"
                 )
         return plan
 

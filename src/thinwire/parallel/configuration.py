@@ -144,7 +144,7 @@ class Configuration:
         """Refuse a policy whose compressors cannot go through the collective, or be averaged
         so."""
         for each in policy.compressors:
-            self.options.check(each, AVERAGES[self.average])
+            self.options.check([each], AVERAGES[self.average])
 
     def reducer(self) -> UnitReducer:
         """That averages with what the policy comes to in the end. What a function comes to is known

@@ -32,7 +32,7 @@ from thinwire.formatting import show_bytes
 from thinwire.parallel.configuration import Configuration
 from thinwire.parallel.model import described
 from thinwire.parallel.optimizer_watch import OptimizerWatch
-from thinwire.parallel.plan import Piece, PlannedExchange, Planner, check_granularity
+from thinwire.parallel.plan import Piece, PlannedExchange, PlannedUnit, Planner, check_granularity
 from thinwire.parallel.replicas import ReplicaCheck
 from thinwire.parallel.shards import NamedGroup, NamedShard, stretches
 from thinwire.parallel.step import ExchangeStep, raise_first
@@ -70,12 +70,12 @@ def attach_sharded(
         scatter = ScatterWire(for_scatter(configuration), groups, weights)
         # Each tensor by itself: in several joined ones a rank's rows would not lie together.
         check_granularity(granularity)
-        planner = Planner(scatter._compressor_of, "tensor")
+        planner = scatter._planner("tensor")
         hook: ShardedHook = ScatterHook(scatter, groups, planner)
         wire: ShardedWire = scatter
     else:
         wire = ReplicaWire(configuration, groups)
-        hook = ReplicaHook(wire, groups, Planner(wire._compressor_of, granularity))
+        hook = ReplicaHook(wire, groups, wire._planner(granularity))
     wire._learn_shards(model)
     wire._take_momentum()
     try:
@@ -492,7 +492,13 @@ class ScatterHook(ShardedHook):
 
     def _planned(self, tensors: Mapping[str, Tensor]) -> list[PlannedExchange]:
         return [  # what is sent uncompressed, too
-            planned._replace(units=tuple((name,) for unit in planned.units for name in unit))
+            PlannedExchange(
+                tuple(
+                    PlannedUnit((name,), unit.compressor)
+                    for unit in planned.units
+                    for name in unit.names
+                )
+            )
             for planned in super()._planned(tensors)
         ]
 

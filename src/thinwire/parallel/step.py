@@ -65,14 +65,15 @@ class ExchangeStep(Driver):
 
     def send(self, planned: PlannedExchange, arrived: Mapping[str, Tensor]) -> None:
         """Start an exchange of tensors that have arrived."""
-        compressor = planned.compressor
         units = [
-            Unit(names, [arrived[name] for name in names], names[0] in planned.uncompressed)
-            for names in planned.units
+            Unit(
+                unit.names,
+                [arrived[name] for name in unit.names],
+                UNCOMPRESSED if unit.compressor is None else unit.compressor,
+            )
+            for unit in planned.units
         ]
-        exchange = self._wire._reducer.start(
-            units, UNCOMPRESSED if compressor is None else compressor, self
-        )
+        exchange = self._wire._reducer.start(units, self)
         self.exchanges.append(exchange)
         self.follow(exchange.handle, planned.names)
 

@@ -191,7 +191,7 @@ class WeightGather(TorchMemory):
             f"{what} of {self._group.title}", rows, own, compressor, self._options, key
         )
         handle = exchange.start(async_op=True)
-        self._ledger.note(handle, [Parcel((title,), [own])], compressor)
+        self._ledger.note(handle, [Parcel((title,), [own])], [compressor])
         handle.wait()
         return rows
 

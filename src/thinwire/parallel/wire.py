@@ -25,6 +25,7 @@ from thinwire.parallel.choices import Choices, NoChoices, choices_of
 from thinwire.parallel.configuration import Configuration
 from thinwire.parallel.momentum import take_momentum
 from thinwire.parallel.optimizers import KnownOptimizer, objection, trained_by
+from thinwire.parallel.plan import Planner
 from thinwire.parallel.stats import ErrorMeter, Stats, explanation_of, stats_of, table_of
 from thinwire.policies.base import Decision, Journal, OptimizerKind, Policy, TensorInfo
 from thinwire.policies.layerwise import Layerwise
@@ -257,6 +258,17 @@ class Wire:
     def _compressor_of(self, name: str) -> Compressor | None:
         """In this step; None for uncompressed."""
         return self._choices.compressor_of(name)
+
+    def _planner(self, granularity: str, *, apart: bool = False) -> Planner:
+        """One that plans exchanges as this wire sends them; see `Planner`."""
+        options = self._reducer.options
+        return Planner(
+            self._compressor_of,
+            granularity,
+            size=dist.get_world_size(options.group),
+            collective=options.collective,
+            apart=apart,
+        )
 
     def _begin_step(self) -> None:
         self.step += 1  # before anything can fail on this rank alone: ranks must agree in it

@@ -83,7 +83,7 @@ def bytes_of(choice: Choice, tensors: Sequence[TensorInfo], size: int, feedback:
         sent = sum(choice.sent(t.shape) * max(4, t.dtype.itemsize) for t in tensors)
         return moved("joint", sent, size)
     frame = sum(prod(t.shape) * weigh(choice, t.dtype, feedback).frame + 64 for t in tensors)
-    return moved(choose(choice, frame, size), frame, size)
+    return moved(choose([choice], frame, size), frame, size)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _low_rank(low: PowerSGD, context: PolicyContext) -> Rung:
     def frame(tensor: TensorInfo) -> float:
         return tensor.numel * weigh(_BITS, tensor.dtype, context.feedback).frame
 
-    collective = choose(_BITS, sum(map(frame, tensors)), size)  # of all of them together
+    collective = choose([_BITS], sum(map(frame, tensors)), size)  # of all of them together
     names = frozenset(
         t.name
         for t in tensors

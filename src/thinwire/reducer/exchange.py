@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.collectives.allreduce import AllReduce
 from thinwire.collectives.exchange import Details, storages
 from thinwire.collectives.options import Options
-from thinwire.collectives.transport import Transport
+from thinwire.collectives.transport import LISTED, Transport
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback
 from thinwire.feedback.base import Remembering, Update
@@ -64,12 +64,14 @@ class UnitUpdate:
     Args:
         flat: the flat tensor that is worked on.
         update: what its feedback does with it.
+        feedback: that of its compressor.
         state: that it has, if any.
     """
 
     unit: Unit
     flat: Tensor
     update: Update
+    feedback: Feedback
     state: UnitState | None
 
 
@@ -78,7 +80,7 @@ class UnitExchange(AllReduce):
 
     Args:
         updates: what is averaged.
-        feedback: whose state they have.
+        compressors: of each; where a feedback starts uncompressed, not those of the units.
         key: its step is something that ranks must agree in, whatever the compressor.
         recalled: where a joint compressor finds again what it wants to; None for others.
         op: AVG, or SENDERS.
@@ -90,15 +92,15 @@ class UnitExchange(AllReduce):
     def __init__(
         self,
         updates: Sequence[UnitUpdate],
-        feedback: Feedback,
-        compressor: Compressor,
+        compressors: Sequence[Compressor],
         options: Options,
         key: Key,
         driver: Driver,
         recalled: Recalled | None,
         op: str,
     ) -> None:
-        self.updates, self._feedback, self._driver = updates, feedback, driver
+        self.updates, self._driver = updates, driver
+        self.names = ["+".join(unit.names) for unit in self.units]
         self._seed_key = key
         self._kept_recalled = recalled
         self._uncommitted = False
@@ -107,7 +109,7 @@ class UnitExchange(AllReduce):
             "average",
             [each.update.tensor for each in updates],
             [each.update.residual for each in updates],
-            compressor,
+            compressors,
             options,
             op=op,
             key=key,
@@ -122,9 +124,9 @@ class UnitExchange(AllReduce):
 
     def kernel_uses(self) -> list[KernelUse]:
         uses = super().kernel_uses()
-        if isinstance(self._feedback, Remembering):
-            dtypes = {each.flat.dtype for each in self.updates}
-            uses += storage_uses([self._feedback.storage], dtypes, self.device)
+        for each in self.updates:
+            if isinstance(each.feedback, Remembering):
+                uses += storage_uses([each.feedback.storage], [each.flat.dtype], self.device)
         return uses
 
     # The stages.
@@ -138,7 +140,9 @@ class UnitExchange(AllReduce):
 
     @property
     def _asks_for_unused(self) -> bool:
-        return self._driver.skips_unused and "residual" in self._feedback.parts
+        return self._driver.skips_unused and any(
+            "residual" in each.feedback.parts for each in self.updates
+        )
 
     def enter(self, transport: Transport) -> None:
         self._driver.admit()
@@ -150,11 +154,11 @@ class UnitExchange(AllReduce):
 
     def prepare(self) -> None:
         self._fill()
-        for each in self.updates:
+        for each, compressor in zip(self.updates, self.compressors, strict=True):
             for name, (lo, hi) in each.unit.spans():
                 if name in self.unused:
                     each.update.hold_back(lo, hi)
-            self._driver.inspect(each.unit, each.update, self.compressor, self._seed_key)
+            self._driver.inspect(each.unit, each.update, compressor, self._seed_key)
         super().prepare()
 
     def _fill(self) -> None:
@@ -207,7 +211,7 @@ class UnitExchange(AllReduce):
                 each.update.commit(self._seed_key)
             else:
                 each.update.commit(each.state.storage_key(self._seed_key.seed))
-                each.state.committed(self._feedback)
+                each.state.committed(each.feedback)
 
 
 def _unused_everywhere(transport: Transport, units: Sequence[Unit]) -> set[str]:
@@ -231,7 +235,7 @@ def _described(units: Sequence[Unit]) -> Details:
         )
         for unit in units
     ]
-    text = ", ".join(words)
+    text = LISTED.join(words)
     if len(text) > SHOWN:
         text = f"{text[:SHOWN]}... ({len(words)} units, {zlib.crc32(text.encode()):08x})"
     return (("tensors", text),)

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from thinwire.compressors import Compressor
 from thinwire.feedback.state import ScratchBuffers
 
 
@@ -19,17 +20,17 @@ class Unit:
     Args:
         names: of the tensors.
         pieces: the tensors, of one type and device.
-        uncompressed: they are sent uncompressed in an exchange of a joint compressor.
+        compressor: that they are sent with.
     """
 
     def __init__(
-        self, names: Sequence[str], pieces: Sequence[Tensor], uncompressed: bool = False
+        self, names: Sequence[str], pieces: Sequence[Tensor], compressor: Compressor
     ) -> None:
         self.names = tuple(names)
-        self.uncompressed = uncompressed
+        self.compressor = compressor
         self.pieces = [piece.detach() for piece in pieces]
         for name, piece in zip(names, self.pieces, strict=True):
-            if any(
+            if not piece.is_contiguous() and any(
                 n > 1 and step == 0 for n, step in zip(piece.shape, piece.stride(), strict=True)
             ):
                 raise ValueError(f"{name}: several elements share one place in memory")
@@ -46,10 +47,7 @@ class Unit:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the one tensor, or that of all together, flat; none for what nobody is to see as a
-        matrix."""
-        if self.uncompressed:
-            return torch.Size()
+        """Of the one tensor, or that of all together, flat."""
         return self.pieces[0].shape if len(self.pieces) == 1 else torch.Size([sum(self.sizes)])
 
     @property

@@ -78,6 +78,8 @@ class UnitReducer:
             check_senders(self.feedback)
         Key(seed=seed).checked()  # refused here and now
         self.options, self.seed = options, seed
+        # For what is sent uncompressed and not divided among nodes.
+        self._plain = replace(options, collective="auto", nodes=None)
         self.ledger = Ledger()
         self.states = FeedbackStates(self.feedback)
         self.compressor: Compressor = UNCOMPRESSED
@@ -102,70 +104,63 @@ class UnitReducer:
         if feedback != self.feedback and self.states.names():
             own = str(self.feedback)
             raise ValueError(f"the state is that of feedback {own!r}, this is {str(feedback)!r}")
-        self.options.check(compressor, self._op)
+        self.options.check([compressor], self._op)
         nodes, group = self.options.nodes, self.options.group
         if nodes is not None and dist.is_initialized():
             check_nodes(feedback, nodes.layout(process_group(group)))
         self.compressor, self.feedback = compressor, feedback
         self.states.feedback = feedback
 
-    def start(
-        self,
-        units: Sequence[Unit],
-        compressor: Compressor,
-        driver: Driver,
-    ) -> UnitExchange:
-        """Start one exchange of several units.
+    def start(self, units: Sequence[Unit], driver: Driver) -> UnitExchange:
+        """Start one exchange of several units, each with its compressor.
+
+        Uncompressed units (`UNCOMPRESSED`) by themselves take the collective that suits them.
 
         Args:
-            compressor: for this exchange. Uncompressed units (`UNCOMPRESSED`) take the collective
-                that suits them.
             driver: see `Driver`.
         """
-        feedback = self._feedback_of(units, compressor)
-        if not (compressor.lossless and isinstance(feedback, NoFeedback)):
-            for unit in units:
-                _check_types(unit, compressor)
-        recalled = self._recalled_by(units, compressor)
-        updates = self._updates(units, feedback, compressor, driver)
-        if feedback.dense_start and any(each.state and each.state.fresh for each in updates):
-            compressor = UNCOMPRESSED
+        joint = any(isinstance(unit.compressor, JointCompressor) for unit in units)
+        if joint:
+            _check_joint(units)
+        updates = self._updates(units, driver)
+        compressors = [unit.compressor for unit in units]
+        if any(each.feedback.dense_start and each.state and each.state.fresh for each in updates):
+            joint, compressors = False, [UNCOMPRESSED] * len(units)
         names = [name for unit in units for name in unit.names]
         key = Key(self.seed, driver.step % STEPS, zlib.crc32("\n".join(names).encode()))
-        options = self._options_for(units, compressor)
-        exchange = UnitExchange(
-            updates, feedback, compressor, options, key, driver, recalled, self._op
-        )
+        options = self._options_for(units, compressors)
+        recalled = self.recalled if joint else None
+        exchange = UnitExchange(updates, compressors, options, key, driver, recalled, self._op)
         handle = exchange.start(async_op=True)
         self._last.follow(handle)
-        if isinstance(compressor, JointCompressor):
+        if joint:
             self._last_joint.follow(handle)
         for each in updates:
             if each.state is not None:
                 each.state.exchange.follow(handle)
-        self.ledger.note(handle, units, compressor)
+        self.ledger.note(handle, units, compressors)
         return exchange
 
-    def _options_for(self, units: Sequence[Unit], compressor: Compressor) -> Options:
+    def _options_for(self, units: Sequence[Unit], compressors: Sequence[Compressor]) -> Options:
         """What is small is sooner sent uncompressed than divided among nodes."""
-        small = sum(unit.num_bytes for unit in units) < DIVIDED
         if self.options.collective == SCATTER:
             return self.options
-        if compressor is UNCOMPRESSED and (small or self.options.nodes is None):
-            return replace(self.options, collective="auto", nodes=None)
+        if all(compressor is UNCOMPRESSED for compressor in compressors):
+            small = sum(unit.num_bytes for unit in units) < DIVIDED
+            if small or self.options.nodes is None:
+                return self._plain
         return self.options
 
-    def _updates(
-        self, units: Sequence[Unit], feedback: Feedback, compressor: Compressor, driver: Driver
-    ) -> list[UnitUpdate]:
+    def _updates(self, units: Sequence[Unit], driver: Driver) -> list[UnitUpdate]:
         updates = []
         turn = self._turn = (self._turn + 1) % TURNS if self._last.under_way else 0
         separate = driver.defers_commit or driver.skips_unused
         size = dist.get_world_size(self.options.group)
         for i, unit in enumerate(units):
-            used = UNCOMPRESSED if unit.uncompressed else compressor
-            own = self._feedback_of([unit], used) if unit.uncompressed else feedback
-            state = None if isinstance(own, NoFeedback) else self.states.of_unit(unit)
+            used, feedback = unit.compressor, self._feedback_of(unit)
+            if not (used.lossless and isinstance(feedback, NoFeedback)):
+                _check_types(unit)
+            state = None if isinstance(feedback, NoFeedback) else self.states.of_unit(unit)
             if state is not None and feedback.dense_start:
                 state.exchange.wait_until_ended()  # whether it is fresh must not depend on speed
             first = state is None or state.fresh
@@ -174,24 +169,17 @@ class UnitReducer:
             whole = size == 1 or used.sends_all(flat.numel())
             workspace = Workspace(self._buffers, name, first, separate, size, whole)
             vectors = {} if state is None else state.vectors
-            updates.append(UnitUpdate(unit, flat, own.update(vectors, flat, workspace), state))
+            update = feedback.update(vectors, flat, workspace)
+            updates.append(UnitUpdate(unit, flat, update, feedback, state))
         return updates
 
-    def _recalled_by(self, units: Sequence[Unit], compressor: Compressor) -> Recalled | None:
-        """Where a joint compressor finds again what it wants to."""
-        if not isinstance(compressor, JointCompressor):
-            return None
-        for unit in units:
-            if len(unit.names) > 1:
-                raise ValueError(f"{compressor} sees each tensor by itself, not {unit.names}")
-        return self.recalled
-
-    def _feedback_of(self, units: Sequence[Unit], compressor: Compressor) -> Feedback:
+    def _feedback_of(self, unit: Unit) -> Feedback:
         """The feedback, unless nothing is lost and nothing waits to be sent."""
+        compressor = unit.compressor
         needless = compressor.lossless and isinstance(self.feedback, EF14)
         if self._auto and not compressor.lossless:  # EF21 sees also what loses nothing
             needless = not compressor.wants_residual
-        if needless and not any(self.states.knows(unit) for unit in units):
+        if needless and not self.states.knows(unit):
             return NoFeedback()
         return self.feedback
 
@@ -255,7 +243,15 @@ def check_nodes(feedback: Feedback, nodes: NodeLayout) -> None:
         )
 
 
-def _check_types(unit: Unit, compressor: Compressor) -> None:
+def _check_joint(units: Sequence[Unit]) -> None:
+    for unit in units:
+        if len(unit.names) > 1 and isinstance(unit.compressor, JointCompressor):
+            raise ValueError(f"{unit.compressor} sees each tensor by itself, not {unit.names}")
+
+
+def _check_types(unit: Unit) -> None:
     for name, piece in zip(unit.names, unit.pieces, strict=True):
         if piece.dtype not in FLOATS:
-            raise TypeError(f"{name}: {compressor} takes floating-point tensors, not {piece.dtype}")
+            raise TypeError(
+                f"{name}: {unit.compressor} takes floating-point tensors, not {piece.dtype}"
+            )
