@@ -64,7 +64,7 @@ def test_float32_frames_are_identical(row):
 @every
 def test_float32_frames_of_longer_tensors_are_identical(row):
     """Beyond what one program takes, and beyond where Top-K takes samples."""
-    for wanted, found in both(row, normal(30_011), normal(30_011, 1)):
+    for wanted, found in both(row, normal(9_001), normal(9_001, 1)):
         assert same(found, wanted)
 
 
@@ -121,10 +121,6 @@ def test_accumulate_is_identical(row):
 # Each kernel
 
 
-def calls(dtype):
-    return list(contract.every_call(dtype, CPU))
-
-
 NAMES = sorted(set(reference.__all__) - contract.KERNELS_WITHOUT_A_CONTRACT)
 
 
@@ -139,7 +135,7 @@ def launches():
 @pytest.mark.parametrize("dtype", FLOATS, ids=["float32", "float64"])
 @pytest.mark.parametrize("name", NAMES)
 def test_contract(name, dtype, launches):
-    cases = [(label, call) for label, call in calls(dtype) if call.name == name]
+    cases = list(contract.every_call(dtype, CPU, name))
     assert cases or dtype == torch.float64
     for label, call in cases:
         assert contract.difference(call, getattr(own, name).kernel) is None, label

@@ -428,11 +428,15 @@ def _elias_decode(words: Tensor, unary_words: int, count: int, limit: int) -> An
 # The whole contract.
 
 
-def every_call(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, KernelCall]]:
-    """All kernels, with all settings worth trying: a label, and a call on small tensors."""
+def every_call(
+    dtype: torch.dtype, device: torch.device, name: str | None = None
+) -> Iterator[tuple[str, KernelCall]]:
+    """All kernels, or one of them, with all settings worth trying: a label, and a call on small
+    tensors."""
     for label, call in _prototypes(dtype, device):
-        for each in small_calls(call):
-            yield label, each
+        if name in (None, call.name):
+            for each in small_calls(call):
+                yield label, each
 
 
 def _prototypes(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, KernelCall]]:
