@@ -27,8 +27,8 @@ examples:
   thinwire selftest --device cuda --json > selftest.json
   thinwire selftest --only kernels
 
-Exit code 1 if something is wrong. Then, and for any GPU that docs/gpu.md does not
-list, please paste the JSON into an issue.
+Exit code 1 if something is wrong. Then, and for any GPU that docs/gpu.md does
+not list, please paste the JSON into an issue.
 """
 
 

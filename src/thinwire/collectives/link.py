@@ -59,6 +59,7 @@ class Link:
         self.network_bytes = 0
         self._stopped = stopped
         self._scratch: Tensor | None = None
+        self.pins_memory = False  # what is received in memory of the host goes on to a device
         self._waits_in_steps = members.backend.name == "gloo"
         self._watch: Watch | None = None
         self._whole = whole
@@ -92,7 +93,7 @@ class Link:
     def all_gather(self, mine: Tensor, limit: timedelta) -> Tensor:
         """The members' tensors, all of one length, one after the other."""
         size = self.members.size
-        out = mine.new_empty(size * mine.numel())
+        out = self._room(mine, size * mine.numel())
         moved = (size - 1) * mine.nbytes
         self._count(moved, moved, 2 * (size - 1))
         self._finish(torch_internals.all_gather(self._group, out, mine, limit), limit)
@@ -102,7 +103,7 @@ class Link:
         self, outgoing: Tensor, sent: Sequence[int], received: Sequence[int], limit: timedelta
     ) -> Tensor:
         """sent[j] elements to member j, received[j] from it, in the members' order."""
-        out = outgoing.new_empty(sum(received))
+        out = self._room(outgoing, sum(received))
         own, width = self.members.index, outgoing.dtype.itemsize
         others = self.members.size - 1
         self._count(
@@ -130,7 +131,7 @@ class Link:
         `note_received` has to be called when lengths are known.
         """
         me, others = self.members.index, self.members.size - 1
-        out = outgoing.new_empty(others * room)
+        out = self._room(outgoing, others * room)
         rows = out.view(others, room)
         rows[:, :head].zero_()
         received = [0 if j == me else room for j in range(others + 1)]
@@ -159,6 +160,10 @@ class Link:
         self._count(children * tensor.nbytes, tensor.nbytes if place else 0, children)
         self._finish(torch_internals.broadcast(self._group, tensor, root, limit), limit)
 
+    def _room(self, like: Tensor, count: int) -> Tensor:
+        """Memory to receive in, of a tensor's type and device."""
+        return torch.empty(count, dtype=like.dtype, device=like.device, pin_memory=self.pins_memory)
+
     def scratch(self, like: Tensor) -> Tensor:
         """Memory of a tensor's length and type, valid until the next call of this.
 
@@ -166,9 +171,11 @@ class Link:
         """
         if like.nbytes > MOST_KEPT:
             return torch.empty_like(like)
-        if self._scratch is None or self._scratch.numel() < like.nbytes:
-            self._scratch = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
-        return self._scratch[: like.nbytes].view(like.dtype)
+        kept = self._scratch
+        if kept is None or kept.device != like.device or kept.numel() < like.nbytes:
+            kept = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
+            self._scratch = kept
+        return kept[: like.nbytes].view(like.dtype)
 
     @property
     def closed(self) -> bool:
