@@ -4,7 +4,8 @@ The rules that keep them equal to the reference, bit for bit:
 
 - No fused multiply-add: every launch says so. Rounding once where PyTorch rounds twice changes the
   last bit.
-- Divisions and roots of float32 are those of `numbers.py`: Triton's own ``/`` is an approximation.
+- Divisions of float32 are that of `numbers.py`: Triton's own ``/`` is an approximation. Roots are
+  taken in float64.
 - No atomics. Partial results lie in an array, one for each program, and are added up in its order.
 - Constants of float64 come in as the bits of an integer: Triton takes a Python float for float32.
 - Whatever a kernel needs has a name in Triton's interpreter too: no inline assembly, nothing of
