@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 # that no level depends on when it is that small.
 WRONG = re.compile(
     r"\bfma\.\S+|\bmad\.\S*f\d+|\b(?:div|sqrt|rcp)\.(?:approx|full)\S*"
-    r"|\b(?!cvt\.rmi)\w+\.\S*ftz\S*|\batom\.\S+|\bred\.(?!async)\S+"
+    r"|(?<![\w.])(?!cvt\.rmi)\w+\.\S*ftz\S*|\batom\.\S+|\bred\.(?!async)\S+"
 )
 
 
