@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -174,27 +174,34 @@ def wire_eps(case: Case) -> float:
     return torch.finfo(travels).eps
 
 
+def check_conservation(
+    case: Case, given: list[torch.Tensor], leftovers: list[torch.Tensor], done: Sequence[Done]
+) -> None:
+    size = case.size
+    times = size if case.op == "avg" else 1
+    x, r = [each.double() for each in given], [each.double() for each in leftovers]
+    total, left = done[0].x.double() * times, [each.r.double() for each in done]
+    error = sum(x) + sum(r) - total - sum(left)
+    # What was sent is no larger than x, r and the new residual together. In the type of
+    # residuals each rank rounds seven times (see test_contract), an owner's sum `size` times,
+    # and the second payload of an owner three times more. The result is rounded to the tensor's
+    # type once; the backend rounds each of its size - 1 sums, and the scaling for float16.
+    mass = sum(t.abs() for t in (*x, *r, *left)) + total.abs()
+    real, own = torch.finfo(real_of(case.dtype)), torch.finfo(case.dtype)
+    bound = (10 + size) / 2 * real.eps * mass + own.eps / 2 * total.abs()
+    bound += size / 2 * wire_eps(case) * mass
+    # Below the normal numbers a rounding is half of the smallest number, of float16 at worst.
+    bound += size * (own.smallest_normal * own.eps + (wire_eps(case) == 2.0**-10) * 2.0**-24)
+    assert (error.abs() <= bound).all(), (case, float((error.abs() - bound).max()))
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if row.residual], ids=lambda row: row.spec)
 def test_conservation_summed_over_ranks(row):
     """Sum of x + sum of old residuals = result + sum of new residuals."""
     for case, done in of(row, residual=True):
-        size = case.size
-        times = size if case.op == "avg" else 1
-        x = [gradient(i, case.dtype).double() for i in range(size)]
-        r = [leftover(i, case.dtype).double() for i in range(size)]
-        total, left = done[0].x.double() * times, [each.r.double() for each in done]
-        error = sum(x) + sum(r) - total - sum(left)
-        # What was sent is no larger than x, r and the new residual together. In the type of
-        # residuals each rank rounds seven times (see test_contract), an owner's sum `size` times,
-        # and the second payload of an owner three times more. The result is rounded to the tensor's
-        # type once; the backend rounds each of its size - 1 sums, and the scaling for float16.
-        mass = sum(t.abs() for t in (*x, *r, *left)) + total.abs()
-        real, own = torch.finfo(real_of(case.dtype)), torch.finfo(case.dtype)
-        bound = (10 + size) / 2 * real.eps * mass + own.eps / 2 * total.abs()
-        bound += size / 2 * wire_eps(case) * mass
-        # Below the normal numbers a rounding is half of the smallest number, of float16 at worst.
-        bound += size * (own.smallest_normal * own.eps + (wire_eps(case) == 2.0**-10) * 2.0**-24)
-        assert (error.abs() <= bound).all(), (case, float((error.abs() - bound).max()))
+        x = [gradient(i, case.dtype) for i in range(case.size)]
+        r = [leftover(i, case.dtype) for i in range(case.size)]
+        check_conservation(case, x, r, done)
 
 
 def on_steps(cases: list[Case], steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -70,7 +70,7 @@ def gloo_group(store: Any, index: int, size: int, network_devices: Any, timeout:
     """
     options = _c10d.ProcessGroupGloo._Options()
     options._devices = network_devices
-    options._threads = 1
+    options._threads = 2  # of operations at a time; more of one group come in turn
     options._timeout = timeout
     return _c10d.ProcessGroupGloo(store, index, size, options)
 

@@ -9,8 +9,10 @@ its memory in `memory`, and a row in the tests of the laws.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from thinwire.collectives.reduction import Reduction
 from thinwire.collectives.transport import Transport
@@ -62,3 +64,55 @@ class PayloadAlgorithm(Algorithm):
         super().__init__(reduction, rank, size)
         assert isinstance(reduction.compressor, LocalCompressor)
         self.compressor = reduction.compressor
+
+
+class ToEach(ABC):
+    """The half of an algorithm in which each member sends every other a message."""
+
+    @abstractmethod
+    def max_bytes_to(self, place: int) -> int:
+        """The longest message to a member that there can be."""
+
+    @abstractmethod
+    def messages(self) -> tuple[list[Tensor], bool]:
+        """What was drafted for each member, nothing for oneself, and whether it is finite."""
+
+    @abstractmethod
+    def take(self, received: list[Tensor], finite: bool) -> None:
+        """What the others have sent here, in their order, and whether all was finite."""
+
+
+class ToAll(ABC):
+    """The half of an algorithm in which each member sends a message to all."""
+
+    @abstractmethod
+    def max_bytes_to_all(self) -> int:
+        """The longest message that there can be."""
+
+    @abstractmethod
+    def message(self) -> tuple[Tensor, bool]:
+        """What goes to all, and whether what this member knows of is finite."""
+
+    @abstractmethod
+    def take_all(self, received: list[Tensor], finite: bool) -> None:
+        """What all have sent, this member included, and whether all was finite: opened and
+        checked here."""
+
+
+class StreamAlgorithm(PayloadAlgorithm):
+    """One that consists of such halves, or of one of them: slices of large tensors can go through
+    them one behind the other (`thinwire.collectives.stream`)."""
+
+    @property
+    @abstractmethod
+    def to_each(self) -> ToEach | None:
+        """The first half, once it is prepared."""
+
+    @property
+    @abstractmethod
+    def to_all(self) -> ToAll | None:
+        """The second half."""
+
+    def sliced(self, count: int) -> "Sequence[StreamAlgorithm]":
+        """The same for each of so many slices of the tensors, or for fewer."""
+        return [type(self)(each, self.rank, self.size) for each in self.reduction.sliced(count)]

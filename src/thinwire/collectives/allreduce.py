@@ -24,6 +24,7 @@ from thinwire.collectives.memory import guard
 from thinwire.collectives.nodes import NodeLayout
 from thinwire.collectives.options import SENDERS, Group, NodesGiven, Options, ReduceOp, Timeout
 from thinwire.collectives.reduction import FlatTensors, Reduction
+from thinwire.collectives.stream import in_stream
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor, compressor_of
 from thinwire.compressors.base import FLOATS, check_dense
@@ -258,7 +259,7 @@ class AllReduce(Exchange):
         if collective != "gather":  # which goes in rounds, if it must
             guard(collective, reduction, self.size)
         self._log_once(collective, "" if self._nodes is None else f", nodes {self._nodes}")
-        return algorithm_for(collective, reduction, self.rank, self.size)
+        return in_stream(algorithm_for(collective, reduction, self.rank, self.size))
 
     def exchange(self, transport: Transport) -> None:
         algorithm = self._algorithm

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.collectives.algorithm import PayloadAlgorithm
+from thinwire.collectives.algorithm import StreamAlgorithm, ToAll
 from thinwire.collectives.memory import MOST_ROUNDS, rounds_for
 from thinwire.collectives.message import LENGTH, bundle, max_message_bytes, unbundle
 from thinwire.collectives.reduction import Part
@@ -41,7 +41,13 @@ class _Slice:
         return any(payload.non_finite for payload in self.payloads)
 
 
-class Gather(PayloadAlgorithm):
+class Gather(StreamAlgorithm, ToAll):
+    to_each = None
+
+    @property
+    def to_all(self) -> ToAll:
+        return self
+
     def prepare(self) -> None:
         self._rounds = rounds_for(self.reduction, self.size)
         self._first = self._draft(0)
@@ -66,8 +72,24 @@ class Gather(PayloadAlgorithm):
         else:
             self._go_in_rounds(transport, records)
 
+    # As one slice of several.
+
+    def max_bytes_to_all(self) -> int:
+        return max_message_bytes([p.extent for p in self.reduction.parts], self.compressor)
+
+    def message(self) -> tuple[Tensor, bool]:
+        return self._first.message, not self._first.non_finite
+
+    def take_all(self, received: list[Tensor], finite: bool) -> None:
+        self.finite = finite
+        payloads = self._opened(self._first, received)
+        if self._at_once and self.compressor.leaves_out:
+            self._received = payloads  # single elements are added at little cost in the end
+        else:
+            self._add_up(self._first, payloads)
+
     def finish(self) -> None:
-        if not self._at_once:
+        if self._sums:
             for part, payload, total in self._sums:
                 if self.finite:
                     part.settle(self.compressor, payload)
@@ -130,8 +152,20 @@ class Gather(PayloadAlgorithm):
         lengths = [record.numbers[0] for record in records]
         messages = transport.gather(own.message, lengths, records)
         with transport.clock("decode"):
-            extents = [part.extent for part in own.parts]
-            return [unbundle(m, extents, self.compressor.fingerprint) for m in messages]
+            return self._opened(own, messages)
+
+    def _opened(self, own: _Slice, messages: list[Tensor]) -> list[list[Payload]]:
+        extents = [part.extent for part in own.parts]
+        return [unbundle(m, extents, self.compressor.fingerprint) for m in messages]
+
+    def _add_up(self, own: _Slice, received: list[list[Payload]]) -> None:
+        own.message = own.message[:0]
+        for i, (part, payload) in enumerate(zip(own.parts, own.payloads, strict=True)):
+            total = part.x.new_empty(part.x.numel(), dtype=part.real)
+            self._combine([theirs[i] for theirs in received], total)
+            self._sums.append((part, payload, total))
+            # Sums beyond float16 are the same news as infinities in the tensors, on all ranks.
+            self.finite = self.finite and _fits(total, part.x.dtype)
 
     def _go_in_rounds(self, transport: Transport, records: list[Record]) -> None:
         own = self._first
@@ -142,16 +176,9 @@ class Gather(PayloadAlgorithm):
                 records = self._announce(transport, own, None, own.parts)
             self.finite = self.finite and not any(record.numbers[1] for record in records)
             received = self._receive(transport, own, records)
-            own.message = own.message[:0]
             with transport.clock("decode"):
-                for i, (part, payload) in enumerate(zip(own.parts, own.payloads, strict=True)):
-                    total = part.x.new_empty(part.x.numel(), dtype=part.real)
-                    self._combine([theirs[i] for theirs in received], total)
-                    self._sums.append((part, payload, total))
+                self._add_up(own, received)
             del received
-        # Sums beyond float16 are the same news as infinities in the tensors, and on all ranks.
-        fits = all(_fits(total, part.x.dtype) for part, _, total in self._sums)
-        self.finite = self.finite and fits
 
 
 def _fits(total: Tensor, dtype: torch.dtype) -> bool:

@@ -117,7 +117,8 @@ class Hierarchical(PayloadAlgorithm):
         most = max(max_shard_bytes(self._shards, self._inner))
         transport.checked_words(LENGTH, records, [most] * self.size)
         lengths = [records[place].words[self.rank] for place in self._node]
-        received = self._swap(transport, self._messages, lengths)
+        longest = max(records[i].words[j] for i in self._node for j in self._node)
+        received = self._swap(transport, self._messages, lengths, longest)
         self._messages = []
         if not Held.keeps(self.reduction, self._nodes):
             self._sent = []
@@ -177,9 +178,10 @@ class Hierarchical(PayloadAlgorithm):
         most = max(_max_result_bytes(shard, self._inner) for shard in self._shards)
         transport.checked(LENGTH, [record.numbers[1] for record in records], most)
         lengths = [records[place].numbers[1] for place in self._node]
+        longest = max(lengths)
         lengths[self._place] = 0
         others = [self._nothing if j == self._place else message for j in range(len(self._node))]
-        received = self._swap(transport, others, lengths)
+        received = self._swap(transport, others, lengths, longest)
         fingerprint = self._inner.fingerprint
         with transport.preparing():
             self._opened = [
@@ -191,14 +193,14 @@ class Hierarchical(PayloadAlgorithm):
         return True
 
     def _swap(
-        self, transport: Transport, messages: list[Tensor], lengths: list[int]
+        self, transport: Transport, messages: list[Tensor], lengths: list[int], longest: int
     ) -> list[Tensor]:
         """Inside the node: messages[j] to its j-th member, the first ones if there are fewer."""
         if len(self._node) == 1:
             return [self._nothing]
         missing = len(self._node) - len(messages)
         inside = SubgroupTransport(transport, self._node)
-        return inside.swap(messages + [self._nothing] * missing, lengths)
+        return inside.swap(messages + [self._nothing] * missing, lengths, longest=longest)
 
     def _result(self, part: Part) -> Payload:
         x = part.x

@@ -3,18 +3,20 @@
 A link is a process group of its own over the same ranks, so that nothing here can get mixed up with
 the collectives that the user's program runs at the same time.
 
-The link of a subgroup connects some of the members alone. It belongs to the link of all: what it
-moves counts there, and whoever loses one of them loses all, so that members who wait elsewhere
-learn of it.
+A link can have branches: connections of some members alone, or more of all. They belong to it: what
+they move counts there, and whoever loses one of them loses all, so that members who wait elsewhere
+learn of it. Threads may use branches side by side; each of them is used by one thread at a time.
 
 Everything waits in short steps, so that a thread that waits can be told to give up: a thread that
 sits inside torch when the interpreter ends takes the process down with a crash.
 """
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,10 +30,18 @@ from thinwire.errors import PeerError
 STEP = timedelta(milliseconds=50)
 MOST_KEPT = 1 << 28  # bytes
 MESSAGE = 96  # bytes that gloo adds to a message: its own header and that of the answer, measured
+CLOSED = "the connections were closed in another part of the exchange"
 
 
 class BackendRefusedError(RuntimeError):
     """The backend does not take the type or the reduction, on all ranks alike."""
+
+
+class Posted(NamedTuple):
+    """An operation that is under way, and the group that carries it out."""
+
+    group: Any
+    pending: torch_internals.PendingOperation
 
 
 class Link:
@@ -41,7 +51,7 @@ class Link:
         members: who takes part.
         limit: how long to wait until all are connected.
         stopped: asked while waiting; when it says True, `GivenUpError` is raised.
-        whole: the link of all, of which these are some.
+        whole: the link that this is a branch of.
         made: connections that are there already.
     """
 
@@ -63,7 +73,9 @@ class Link:
         self._waits_in_steps = members.backend.name == "gloo"
         self._watch: Watch | None = None
         self._whole = whole
-        self._subgroups: dict[tuple[int, ...], Link] = {}
+        self._root: Link = self if whole is None else whole._root
+        self._branches: dict[str, Link] = {}
+        self._lock = threading.Lock()
         self._group: Any = None
         if made is None:
             self._connect(limit)
@@ -75,20 +87,25 @@ class Link:
 
         All of them must ask, and then wait for each other at most `limit`.
         """
-        if places not in self._subgroups:
-            whole = self.members
+        whole = self.members
+        ranks, index = tuple(whole.ranks[place] for place in places), places.index(whole.index)
+        return self._branch("-".join(map(str, places)), ranks, index, limit)
+
+    def beside(self, name: str, limit: timedelta) -> "Link":
+        """More connections of all members, for what must not wait behind other data."""
+        return self._branch(name, self.members.ranks, self.members.index, limit)
+
+    def _branch(self, name: str, ranks: tuple[int, ...], index: int, limit: timedelta) -> "Link":
+        if name not in self._branches:
             members = replace(
-                whole,
-                name=f"{whole.name}/{'-'.join(map(str, places))}",
-                ranks=tuple(whole.ranks[place] for place in places),
-                index=places.index(whole.index),
+                self.members, name=f"{self.members.name}/{name}", ranks=ranks, index=index
             )
             try:
-                self._subgroups[places] = Link(members, limit, self._stopped, whole=self)
+                self._branches[name] = Link(members, limit, self._stopped, whole=self)
             except PeerError:
                 self.close()
                 raise
-        return self._subgroups[places]
+        return self._branches[name]
 
     def all_gather(self, mine: Tensor, limit: timedelta) -> Tensor:
         """The members' tensors, all of one length, one after the other."""
@@ -96,7 +113,8 @@ class Link:
         out = self._room(mine, size * mine.numel())
         moved = (size - 1) * mine.nbytes
         self._count(moved, moved, 2 * (size - 1))
-        self._finish(torch_internals.all_gather(self._group, out, mine, limit), limit)
+        group = self._open_group()
+        self._finish(limit, Posted(group, torch_internals.all_gather(group, out, mine, limit)))
         return out
 
     def all_to_all(
@@ -110,10 +128,92 @@ class Link:
             width * (sum(sent) - sent[own]), width * (sum(received) - received[own]), others
         )
         # Not under a name: an error that is kept would keep the connections with it.
-        self._finish(
-            torch_internals.all_to_all(self._group, out, outgoing, received, sent, limit), limit
-        )
+        self._finish(limit, self._post_all_to_all(out, outgoing, received, sent, limit))
         return out
+
+    def all_to_all_both_ways(
+        self, outgoing: Tensor, sent: Sequence[int], received: Sequence[int], limit: timedelta
+    ) -> Tensor:
+        """The same for long messages, none to oneself; all members must call this.
+
+        gloo has one connection for a pair of members, and a receiver's word that it is ready waits
+        there behind what it sends itself: whoever is late gets its data only when it has sent its
+        own. So what goes up, to members of higher numbers, and what goes down have connections of
+        their own (docs/decisions/0025).
+        """
+        out = self._room(outgoing, sum(received))
+        width, others = outgoing.dtype.itemsize, self.members.size - 1
+        self._count(width * sum(sent), width * sum(received), 2 * others)
+        self._finish(limit, *self._post_both_ways(out, outgoing, received, sent, limit))
+        return out
+
+    def start_all_to_all(
+        self,
+        outgoing: Tensor,
+        sent: Sequence[int],
+        rooms: Sequence[int],
+        head: int,
+        limit: timedelta,
+    ) -> "Transfer":
+        """The same, without waiting: rooms[j] bytes for what member j sends, which may be less. Of
+        these, `head` are zero before anything comes. `note_received` counts what did."""
+        out = self._room(outgoing, sum(rooms))
+        rows = list(torch.split(out, list(rooms)))
+        for row in rows:
+            row[:head].zero_()
+        self._count(sum(sent), 0, 2 * (self.members.size - 1))
+        return Transfer(self, limit, rows, self._post_both_ways(out, outgoing, rooms, sent, limit))
+
+    def start_all_gather(self, mine: Tensor, limit: timedelta) -> "Transfer":
+        """All members' tensors of one length, without waiting, on connections of their own."""
+        lane, size = self.beside("ring", limit), self.members.size
+        out = self._room(mine, size * mine.numel())
+        moved = (size - 1) * mine.nbytes
+        self._count(moved, moved, 2 * (size - 1))
+        group = lane._open_group()
+        posted = Posted(group, torch_internals.all_gather(group, out, mine, limit))
+        return Transfer(self, limit, list(out.view(size, -1)), (posted,))
+
+    def _post_both_ways(
+        self,
+        out: Tensor,
+        outgoing: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        limit: timedelta,
+    ) -> tuple[Posted, Posted]:
+        size, me = self.members.size, self.members.index
+        assert not sent[me] + received[me]
+        down = self.beside("down", limit)
+        higher, lower = [j > me for j in range(size)], [j < me for j in range(size)]
+        from_lower, to_lower = sum(received[:me]), sum(sent[:me])
+        up = self._post_all_to_all(
+            out[:from_lower],
+            outgoing[to_lower:],
+            _where(lower, received),
+            _where(higher, sent),
+            limit,
+        )
+        return up, down._post_all_to_all(
+            out[from_lower:],
+            outgoing[:to_lower],
+            _where(higher, received),
+            _where(lower, sent),
+            limit,
+        )
+
+    def _post_all_to_all(
+        self,
+        out: Tensor,
+        outgoing: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        limit: timedelta,
+    ) -> Posted:
+        group = self._open_group()
+        return Posted(
+            group, torch_internals.all_to_all(group, out, outgoing, received, sent, limit)
+        )
 
     @property
     def takes_shorter(self) -> bool:
@@ -136,9 +236,7 @@ class Link:
         rows[:, :head].zero_()
         received = [0 if j == me else room for j in range(others + 1)]
         self._count(sum(sent), 0, others)
-        self._finish(
-            torch_internals.all_to_all(self._group, out, outgoing, received, sent, limit), limit
-        )
+        self._finish(limit, self._post_all_to_all(out, outgoing, received, sent, limit))
         return rows
 
     def note_received(self, num_bytes: int) -> None:
@@ -150,7 +248,8 @@ class Link:
         size = self.members.size
         moved = 2 * (size - 1) * tensor.nbytes // size
         self._count(moved, moved, 4 * (size - 1))
-        self._finish(torch_internals.all_reduce(self._group, tensor, op, limit), limit)
+        group = self._open_group()
+        self._finish(limit, Posted(group, torch_internals.all_reduce(group, tensor, op, limit)))
 
     def broadcast(self, tensor: Tensor, root: int, limit: timedelta) -> None:
         """The root's content for all, in place; down a binomial tree."""
@@ -158,7 +257,8 @@ class Link:
         place = (self.members.index - root) % size
         children = _children(place, size)
         self._count(children * tensor.nbytes, tensor.nbytes if place else 0, children)
-        self._finish(torch_internals.broadcast(self._group, tensor, root, limit), limit)
+        group = self._open_group()
+        self._finish(limit, Posted(group, torch_internals.broadcast(group, tensor, root, limit)))
 
     def _room(self, like: Tensor, count: int) -> Tensor:
         """Memory to receive in, of a tensor's type and device."""
@@ -193,46 +293,72 @@ class Link:
     def close(self, farewell: bool = False) -> None:
         """Close the connections: whoever waits for this rank learns of it at once."""
         if self._whole is not None:
-            self._whole.close(farewell)
+            self._root.close(farewell)
             return
+        self._drop()
+        with self._lock:
+            watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close(farewell)
+
+    def _drop(self) -> None:
         self._group = None
-        for subgroup in self._subgroups.values():
-            subgroup._group = None
-        if self._watch is not None:
-            self._watch.close(farewell)
-            self._watch = None
+        for branch in list(self._branches.values()):
+            branch._drop()
+
+    def _open_group(self) -> Any:
+        group = self._group
+        if group is None:
+            raise PeerError(CLOSED)
+        return group
 
     def _count(self, sent: int, received: int, messages: int) -> None:
-        self.bytes_sent += sent
-        self.network_bytes += sent + (MESSAGE * messages if self._waits_in_steps else 0)
-        self.bytes_received += received
+        with self._lock:
+            self.bytes_sent += sent
+            self.network_bytes += sent + (MESSAGE * messages if self._waits_in_steps else 0)
+            self.bytes_received += received
         if self._whole is not None:
             self._whole._count(sent, received, messages)
 
     def _alarmed(self) -> bool:
-        watch = self._watch if self._whole is None else self._whole._watch
+        watch = self._root._watch
         return watch is not None and watch.alarmed()
 
-    def _finish(self, pending: Any, limit: timedelta) -> None:
+    def _finish(self, limit: timedelta, *posted: Posted) -> None:
+        """Return when all these operations are complete.
+
+        Raises:
+            PeerError: one of them is not, and never will be; the connections are closed.
+        """
         lost = None
+        try:
+            for _, pending in posted:
+                lost = lost or self._wait(pending, limit)
+        finally:
+            for group, pending in posted:
+                if not pending.is_completed():
+                    end(group, pending)
+        if lost is not None:
+            # Not under a name: an error that is kept would keep the connections.
+            del posted, group, pending
+            self.close()
+            raise PeerError(lost)
+
+    def _wait(self, pending: Any, limit: timedelta) -> str | None:
+        """None when an operation is complete, or why it never will be."""
         try:
             while not self._done(pending):
                 if self._stopped():
-                    end(self._group, pending)
                     raise GivenUpError
                 if self._alarmed():
-                    lost = self._reason("a process has ended", limit)
-                    end(self._group, pending)
-                    break
+                    return self._reason("a process has ended", limit)
+                if self.closed:
+                    return CLOSED
         except RuntimeError as error:
             if self._waits_in_steps and not _is_loss(error):
                 raise BackendRefusedError(str(error)) from error
-            lost = self._reason(str(error), limit)
-        if lost is not None:
-            # Outside of the except block: an error that is kept would keep the connections.
-            del pending
-            self.close()
-            raise PeerError(lost)
+            return self._reason(str(error), limit)
+        return None
 
     def _done(self, pending: Any) -> bool:
         if not self._waits_in_steps:
@@ -282,9 +408,57 @@ class Link:
             raise PeerError(self._reason("a process has ended", limit))
 
 
+class Transfer:
+    """Messages under way.
+
+    Args:
+        link: whose connections carry them.
+        limit: how long to wait for them.
+        rows: where those of each member arrive.
+        posted: the operations.
+    """
+
+    def __init__(
+        self, link: Link, limit: timedelta, rows: list[Tensor], posted: tuple[Posted, ...]
+    ) -> None:
+        self._link, self._limit, self._rows, self._posted = link, limit, rows, posted
+        self._begun, self._arrived = time.perf_counter(), 0.0
+
+    def wait(self) -> list[Tensor]:
+        """What has come, when all of it has."""
+        self.look()
+        self._link._finish(self._limit, *self._taken())
+        self._arrived = self._arrived or time.perf_counter()
+        return self._rows
+
+    def look(self) -> None:
+        """Note the time if all has come."""
+        if not self._arrived and all(pending.is_completed() for _, pending in self._posted):
+            self._arrived = time.perf_counter()
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """From when to when it was under way, as far as somebody looked; after `wait`."""
+        return self._begun, self._arrived
+
+    def leave(self) -> None:
+        """Nobody waits for it any more."""
+        for group, pending in self._taken():
+            if not pending.is_completed():
+                end(group, pending)
+
+    def _taken(self) -> tuple[Posted, ...]:
+        posted, self._posted = self._posted, ()
+        return posted
+
+
 def _is_loss(error: RuntimeError) -> bool:
     """Whether gloo complains of the network."""
     return any(sign in str(error) for sign in ("gloo/", "imed out", "timeout", "onnect"))
+
+
+def _where(chosen: Sequence[bool], lengths: Sequence[int]) -> list[int]:
+    return [length if there else 0 for there, length in zip(chosen, lengths, strict=True)]
 
 
 def _children(place: int, size: int) -> int:

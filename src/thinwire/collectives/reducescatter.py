@@ -17,9 +17,11 @@ from thinwire.collectives.memory import guard
 from thinwire.collectives.options import Group, Options, ReduceOp, Timeout
 from thinwire.collectives.reduction import FlatTensors, Reduction
 from thinwire.collectives.scatter import SCATTER, Scatter
+from thinwire.collectives.stream import in_stream
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor, LocalCompressor, local_of
 from thinwire.compressors.compiling import uses_of
+from thinwire.frames.payload import flat_view
 from thinwire.kernels import Key
 from thinwire.kernels.compiling import KernelUse
 
@@ -116,7 +118,8 @@ class ReduceScatter(Exchange):
         guard(SCATTER, reduction, self.size)
         # One tensor in equal parts, or as many tensors as there are ranks.
         shards = [[part] for part in reduction.parts] if len(reduction.parts) > 1 else None
-        self._algorithm = Scatter(reduction, self.rank, self.size, shards)
+        into, self._write_output = flat_view(self._output)
+        self._algorithm = in_stream(Scatter(reduction, self.rank, self.size, shards, [into]))
         self._algorithm.prepare()
 
     def exchange(self, transport: Transport) -> None:
@@ -124,9 +127,8 @@ class ReduceScatter(Exchange):
         self.handle.account.finite = self._algorithm.finite
 
     def finish(self) -> None:
-        self._algorithm.settle()
-        (total,) = self._algorithm.sums
-        self._output.copy_(total.view_as(self._output))
+        self._algorithm.finish()
+        self._write_output()
         self._flat.write_back(tensors=False)
 
 

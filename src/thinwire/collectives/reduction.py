@@ -1,7 +1,8 @@
 """What an all-reduce works on: flat tensors with their residuals."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from thinwire.frames.code import Extent
 from thinwire.frames.payload import flat_view
 from thinwire.kernels import Key
 
+SLICED = 1  # tells the keys of slices from those of other pieces of a tensor
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -90,6 +92,38 @@ class Reduction:
     @property
     def has_residual(self) -> bool:
         return any(part.r is not None for part in self.parts)
+
+    def sliced(self, count: int) -> "list[Reduction]":
+        """The same for each of so many slices of the tensors, or for fewer."""
+        slices = cut(self.parts, self.compressor.grain or 1, count)
+        return [replace(self, parts=parts) for parts in slices if parts]
+
+
+def cut(parts: Sequence[Part], grain: int, count: int) -> list[list[Part]]:
+    """About equally long slices of tensors, as they lie behind each other; some may be empty.
+
+    Args:
+        grain: tensors are cut at multiples of so many elements.
+    """
+    ends = list(accumulate(part.x.numel() for part in parts))
+    edges = [ends[-1] * k // count for k in range(count + 1)]
+    slices: list[list[Part]] = []
+    for number, (begin, end) in enumerate(pairwise(edges)):
+        pieces: list[Part] = []
+        for part, last in zip(parts, ends, strict=True):
+            n = part.x.numel()
+            lo, hi = (_rounded(edge - (last - n), n, grain) for edge in (begin, end))
+            if (lo, hi) == (0, n):
+                pieces.append(part)
+            elif lo < hi:
+                pieces.append(part.cut(lo, hi, part.key.derive(SLICED, number)))
+        slices.append(pieces)
+    return slices
+
+
+def _rounded(edge: int, numel: int, grain: int) -> int:
+    """An edge of a slice in a tensor, where that may be cut."""
+    return numel if edge >= numel else max(0, edge) // grain * grain
 
 
 class FlatTensors:

@@ -112,7 +112,9 @@ class SparseRegions(Algorithm):
             return counts
         transport.checked("chosen elements", counts, self._numel)
         transport.checked_words(LENGTH, records, self._max_bytes(max(counts)))
-        received = transport.swap(messages, [record.words[me] for record in records], records)
+        longest = max(length for record in records for length in record.words)
+        lengths = [record.words[me] for record in records]
+        received = transport.swap(messages, lengths, records, longest)
         del messages
         with transport.preparing():
             self._own = pieces[me]

@@ -42,6 +42,8 @@ ROOM, MOST_ROOM, LEAST_ROOM = 1 << 19, 1 << 17, 1 << 12
 # ring all-reduce sends, in one hop instead of 2 (P - 1). 32 KiB take as long as a hop of 0.25 ms
 # at 1 Gbit/s, of 25 ms at 10 Mbit/s.
 MOST_SUMMED = 1 << 15
+# Bytes from which a message is long: less passes while two ranks wait for each other anyway.
+LONG = 1 << 17
 # What gloo adds up, and in what type we do.
 SUMMED_IN = {
     torch.float64: torch.float64,
@@ -92,7 +94,7 @@ class Transport:
         self.members = link.members
         self.account = account
         self.device = device
-        self._limit = limit
+        self.limit = limit
         self._call = call
         # gloo and MPI move memory of the host, others that of the device.
         on_host = self.members.backend.name in ("gloo", "mpi")
@@ -228,7 +230,7 @@ class Transport:
                 table, found = self._send_records(record, messages)
             else:
                 mine = torch.tensor(record, dtype=torch.int64, device=self._transfer_device)
-                table = self.link.all_gather(mine, self._limit).view(size, -1).tolist()
+                table = self.link.all_gather(mine, self.limit).view(size, -1).tolist()
                 found = [None] * size
         failed = [bool(row[2] & FAILED) for row in table]
         if any(failed) or any(row[:2] != table[0][:2] for row in table):
@@ -274,9 +276,7 @@ class Transport:
         lengths = [each.numel() for each in letters]
         lengths.insert(me, 0)
         outgoing = letters[0] if size == 2 else torch.cat(letters)
-        rows = self.link.all_to_all_shorter(
-            outgoing, lengths, begin + self.room, begin, self._limit
-        )
+        rows = self.link.all_to_all_shorter(outgoing, lengths, begin + self.room, begin, self.limit)
         heads = rows[:, : 8 * len(record)].contiguous().view(torch.int64).tolist()
         found: list[Tensor | None] = []
         for rank, head, row in zip(self.members.others, heads, rows, strict=True):
@@ -314,7 +314,7 @@ class Transport:
         slot = torch.zeros(max(lengths), dtype=torch.uint8)
         if text:
             slot[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        table = self.link.all_gather(slot.to(self._transfer_device), self._limit).cpu()
+        table = self.link.all_gather(slot.to(self._transfer_device), self.limit).cpu()
         rows = table.view(len(lengths), -1)
         texts = [
             bytes(row[:length].numpy()).decode(errors="replace")
@@ -351,10 +351,17 @@ class Transport:
         came = self._came_along(records, lengths)
         if came is not None:
             return came
+        if self.members.size == 2 and self.link.takes_shorter:  # a ring of two is both ways in one
+            nothing, me = message[:0], self.members.index
+            others = [0 if j == me else n for j, n in enumerate(lengths)]
+            messages = [nothing if j == me else message for j in range(2)]
+            both = self.swap(messages, others, longest=max(lengths))
+            both[me] = message
+            return both
         slot = aligned(max(lengths))
         with self.clock("network"):
             buffer = self._to_link(padded(message, slot))
-            table = self._from_link(self.link.all_gather(buffer, self._limit))
+            table = self._from_link(self.link.all_gather(buffer, self.limit))
         return [table[i * slot : i * slot + n] for i, n in enumerate(lengths)]
 
     def swap(
@@ -362,9 +369,15 @@ class Transport:
         messages: Sequence[Tensor],
         lengths: Sequence[int],
         records: Sequence[Record] = (),
+        longest: int = 0,
     ) -> list[Tensor]:
         """messages[j] to member j; returns what each sent here, of the agreed lengths; what came
-        along with records is not sent again."""
+        along with records is not sent again.
+
+        Args:
+            longest: bytes of the longest message between any two members, where all know that and
+                nobody sends to itself: long ones then go both ways at the same time.
+        """
         came = self._came_along(records, lengths)
         if came is not None:
             return came
@@ -372,7 +385,9 @@ class Transport:
         received = [aligned(length) for length in lengths]
         with self.clock("network"):
             outgoing = self._to_link(joined(messages, sent))
-            table = self.link.all_to_all(outgoing, sent, received, self._limit)
+            both_ways = longest >= LONG and self.link.takes_shorter
+            move = self.link.all_to_all_both_ways if both_ways else self.link.all_to_all
+            table = move(outgoing, sent, received, self.limit)
             slots = torch.split(self._from_link(table), received)
         return [slot[:length] for slot, length in zip(slots, lengths, strict=True)]
 
@@ -407,7 +422,7 @@ class Transport:
         """The backend's reduction; the tensor's memory may be used for the result."""
         with self.clock("network"):
             buffer = self._to_link(tensor)
-            self.link.all_reduce(buffer, op, self._limit)
+            self.link.all_reduce(buffer, op, self.limit)
             return self._from_link(buffer)
 
     def broadcast(
@@ -428,7 +443,7 @@ class Transport:
                 )
             else:
                 buffer = self._to_link(message)
-            self.link.broadcast(buffer, root, self._limit)
+            self.link.broadcast(buffer, root, self.limit)
             return self._from_link(buffer)
 
 
@@ -444,8 +459,8 @@ class SubgroupTransport(Transport):
     """
 
     def __init__(self, whole: Transport, places: tuple[int, ...]) -> None:
-        link = whole.link.subgroup(places, whole._limit)
-        super().__init__(link, whole._limit, whole._call, whole.account, whole.device)
+        link = whole.link.subgroup(places, whole.limit)
+        super().__init__(link, whole.limit, whole._call, whole.account, whole.device)
         self._whole, self._places = whole, places
 
     def _refuse(self, error: PeerError) -> None:

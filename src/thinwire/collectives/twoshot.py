@@ -18,7 +18,7 @@ payloads leave each rank.
 import torch
 from torch import Tensor
 
-from thinwire.collectives.algorithm import PayloadAlgorithm
+from thinwire.collectives.algorithm import StreamAlgorithm, ToAll, ToEach
 from thinwire.collectives.memory import check_real
 from thinwire.collectives.message import LENGTH, bundle, max_message_bytes, unbundle
 from thinwire.collectives.reduction import Part, Reduction
@@ -30,41 +30,55 @@ from thinwire.frames.payload import add_all
 Shards = list[list[Part]]  # for each owner, its stretch of each tensor
 
 
-class TwoShot(PayloadAlgorithm):
+class TwoShot(StreamAlgorithm, ToAll):
+    def __init__(self, reduction: Reduction, rank: int, size: int) -> None:
+        super().__init__(reduction, rank, size)
+        self._shards = [[part.shard(j, size) for part in reduction.parts] for j in range(size)]
+        self._swap = ShardSwap(reduction, self._shards, rank, "twoshot")
+
+    @property
+    def to_each(self) -> ToEach:
+        return self._swap
+
+    @property
+    def to_all(self) -> ToAll:
+        return self
+
     def prepare(self) -> None:
-        parts, size = self.reduction.parts, self.size
-        self._shards = [[part.shard(j, size) for part in parts] for j in range(size)]
-        self._swap = ShardSwap(self.reduction, self._shards, self.rank, "twoshot")
         self._swap.prepare()
 
     def exchange(self, transport: Transport) -> None:
         self._swap.exchange(transport)
-        own = self._shards[self.rank]
         with transport.preparing():
-            self._sums = self._swap.sums()
-            means = [
-                narrowed(total, self.weight, part)
-                for total, part in zip(self._sums, own, strict=True)
-            ]
-            self._second = [
-                self.compressor.draft(
-                    mean, residual=_zero_residual(mean, part), key=part.key.derive(self.size)
-                )
-                for mean, part in zip(means, own, strict=True)
-            ]
-            message = bundle(self._second)
-            del means
-        bad = not self._swap.finite or any(p.non_finite for p in self._second)
-        records = transport.meet([message.numel(), bad], along=message)
+            message, finite = self.message()
+        records = transport.meet([message.numel(), not finite], along=message)
         lengths = [record.numbers[0] for record in records]
         transport.checked(LENGTH, lengths, max_shard_bytes(self._shards, self.compressor))
-        self.finite = not any(record.numbers[1] for record in records)
+        finite = not any(record.numbers[1] for record in records)
         messages = transport.gather(message, lengths, records)
         with transport.clock("decode"):
-            self._results = [
-                unbundle(m, [part.extent for part in parts], self.compressor.fingerprint)
-                for m, parts in zip(messages, self._shards, strict=True)
-            ]
+            self.take_all(messages, finite)
+
+    def max_bytes_to_all(self) -> int:
+        return max(max_shard_bytes(self._shards, self.compressor))
+
+    def message(self) -> tuple[Tensor, bool]:
+        own = self._shards[self.rank]
+        self._sums = self._swap.sums()
+        self._second = []
+        for total, part in zip(self._sums, own, strict=True):
+            mean = narrowed(total, self.weight, part)
+            zeros, key = _zero_residual(mean, part), part.key.derive(self.size)
+            self._second.append(self.compressor.draft(mean, residual=zeros, key=key))
+        finite = self._swap.finite and not any(p.non_finite for p in self._second)
+        return bundle(self._second), finite
+
+    def take_all(self, received: list[Tensor], finite: bool) -> None:
+        self.finite = finite
+        self._results = [
+            unbundle(m, [part.extent for part in parts], self.compressor.fingerprint)
+            for m, parts in zip(received, self._shards, strict=True)
+        ]
 
     def finish(self) -> None:
         if self.finite:
@@ -79,7 +93,7 @@ class TwoShot(PayloadAlgorithm):
                 payload.restore(part.x)
 
 
-class ShardSwap:
+class ShardSwap(ToEach):
     """The first half: each rank gets, compressed, what the others have of its shard.
 
     Args:
@@ -112,15 +126,28 @@ class ShardSwap:
 
     def exchange(self, transport: Transport) -> None:
         """Send them, receive those for the own shard."""
-        lengths = [message.numel() for message in self._messages]
-        records = transport.meet([not self.finite], lengths, along=self._messages)
+        messages, finite = self.messages()
+        lengths = [message.numel() for message in messages]
+        records = transport.meet([not finite], lengths, along=messages)
         most = max_shard_bytes(self._shards, self._compressor)
         transport.checked_words(LENGTH, records, most)
         lengths = [record.words[self._rank] for record in records]
-        received = transport.swap(self._messages, lengths, records)
-        self._messages = []
-        self._received = [message for j, message in enumerate(received) if j != self._rank]
-        self.finite = not any(record.numbers[0] for record in records)
+        longest = max(length for record in records for length in record.words)
+        received = transport.swap(messages, lengths, records, longest)
+        del messages
+        del received[self._rank]
+        self.take(received, not any(record.numbers[0] for record in records))
+
+    def max_bytes_to(self, place: int) -> int:
+        parts = self._shards[place]
+        return max_message_bytes([part.extent for part in parts], self._compressor)
+
+    def messages(self) -> tuple[list[Tensor], bool]:
+        messages, self._messages = self._messages, []
+        return messages, self.finite
+
+    def take(self, received: list[Tensor], finite: bool) -> None:
+        self._received, self.finite = received, finite
 
     def sums(self) -> list[Tensor]:
         """The sums of the own shard over all ranks, in the type that sums are formed in."""

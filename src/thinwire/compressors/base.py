@@ -111,6 +111,13 @@ class Compressor(ABC):
         return False
 
     @property
+    def grain(self) -> int | None:
+        """How many elements are looked at together: what is cut at multiples of these and
+        compressed piece by piece comes to the same values, random numbers apart. None if all of the
+        tensor is looked at."""
+        return None
+
+    @property
     def summable(self) -> bool:
         """Whether payloads of different ranks may be added section by section by the backend."""
         return False

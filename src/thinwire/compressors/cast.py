@@ -51,6 +51,10 @@ class Cast(LocalCompressor):
         return self.to != "fp8"
 
     @property
+    def grain(self) -> int | None:
+        return self.block if self.to == "fp8" else 1
+
+    @property
     def _code(self) -> Narrow | Scaled8:
         return Scaled8(self.block) if self.to == "fp8" else Narrow(_KINDS[self.to][0])
 

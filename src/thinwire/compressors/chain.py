@@ -100,6 +100,12 @@ class Chain(LocalCompressor):
         return any(stage.wants_residual for stage in self._lossy)
 
     @property
+    def grain(self) -> int | None:
+        first, *others = self._lossy or self.stages
+        # Values that are left go on to the next stage in other places than before.
+        return first.grain if all(stage.grain == 1 for stage in others) else None
+
+    @property
     def common_key(self) -> bool:
         return any(stage.common_key for stage in self.stages)
 

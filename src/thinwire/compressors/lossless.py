@@ -23,6 +23,10 @@ class BitExact(LocalCompressor):
     def lossless(self) -> bool:
         return True
 
+    @property
+    def grain(self) -> int | None:
+        return 1
+
     @abstractmethod
     def encode_bits(self, flat: Tensor) -> Encoded:
         """Encode any bits of any type."""

@@ -117,6 +117,10 @@ class Quantize(LocalCompressor):
         return self.stochastic
 
     @property
+    def grain(self) -> int | None:
+        return self.block
+
+    @property
     def _code(self) -> Uniform | Affine:
         """What is written unless entropy coding is shorter."""
         if self.symmetric:
@@ -216,6 +220,10 @@ class QSGD(LocalCompressor):
     @property
     def random(self) -> bool:
         return True
+
+    @property
+    def grain(self) -> int | None:
+        return self.bucket
 
     def max_section_bytes(self, extent: Extent) -> int:
         width = (2 * self.levels).bit_length()

@@ -39,6 +39,10 @@ class OneBit(LocalCompressor):
     def __post_init__(self) -> None:
         check.block("OneBit", "block", self.block)
 
+    @property
+    def grain(self) -> int | None:
+        return self.block
+
     def max_section_bytes(self, extent: Extent) -> int:
         return Pairs(self.block or 0).section_bytes(extent)
 
@@ -130,6 +134,10 @@ class TwoBit(LocalCompressor):
 
     def __post_init__(self) -> None:
         check.block("TwoBit", "block", self.block)
+
+    @property
+    def grain(self) -> int | None:
+        return self.block
 
     def max_section_bytes(self, extent: Extent) -> int:
         return SignedPairs(self.block or 0).section_bytes(extent)

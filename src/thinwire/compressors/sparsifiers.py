@@ -219,6 +219,10 @@ class TopK(Sparsifier):
         if self.chunk is not None:
             check.whole("TopK", "chunk", self.chunk, 1)
 
+    @property
+    def grain(self) -> int | None:
+        return self.chunk
+
     def max_chosen(self, numel: int) -> int:
         if self.chunk is None:
             return kept(numel, self.ratio)
@@ -264,6 +268,10 @@ class Threshold(Sparsifier):
     def __post_init__(self) -> None:
         check.positive("Threshold", "value", self.value)
         object.__setattr__(self, "value", float(self.value))
+
+    @property
+    def grain(self) -> int | None:
+        return 1
 
     def select(self, request: Request) -> Selection | None:
         chosen = kernels.on(request.x.device).above(request.x, request.r, self.value)
