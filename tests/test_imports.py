@@ -206,7 +206,10 @@ def test_import_is_light() -> None:
         check=False,
     )
     assert done.returncode == 0, f"`import thinwire` fails, mend it first:\n{done.stderr}"
-    heavy = ("jinja2", "matplotlib", "numba", "pydantic", "rich", "torch.distributed", "zstandard")
+    heavy = (
+        *("jinja2", "matplotlib", "numba", "pydantic", "rich", "torch.distributed", "triton"),
+        "zstandard",
+    )
     loaded = [
         n for n in sorted(done.stdout.split()) if f"{n}.".startswith(tuple(f"{h}." for h in heavy))
     ]

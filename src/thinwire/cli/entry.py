@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from thinwire.cli import bench, compare, compile, lab, listings
+from thinwire.cli import bench, compare, compile, lab, listings, selftest
 from thinwire.cli.parsing import INTERRUPTED, Parser
 
 _DESCRIPTION = "Communication compression for distributed training."
@@ -14,6 +14,7 @@ examples:
   thinwire compressors     every compressor and its arguments
   thinwire bench           compare them on this machine
   thinwire bench --with "topk:0.01; onebit" --plot bench.html
+  thinwire selftest --device cuda
   thinwire lab run --hosts 4 --link 100mbit -- python train.py
 
 `thinwire COMMAND --help` says more.
@@ -54,6 +55,6 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version and stop")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    for module in (compare, listings, bench, lab, compile):
+    for module in (compare, listings, bench, lab, compile, selftest):
         module.add(commands)
     return parser

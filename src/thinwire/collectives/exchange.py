@@ -237,10 +237,14 @@ class Exchange(ABC):
         if self._ready is None:
             yield
             return
-        with torch.cuda.stream(self.channel.stream(self.device)):
-            torch.cuda.current_stream(self.device).wait_event(self._ready)
-            yield
-            torch.cuda.current_stream(self.device).synchronize()
+        stream = self.channel.stream(self.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._ready)
+            try:
+                yield
+            finally:
+                # After a failure too: `undo` may just have begun to put things back.
+                stream.synchronize()
 
 
 class Refusal(Exchange):

@@ -69,6 +69,7 @@ class Link:
         self.network_bytes = 0
         self._stopped = stopped
         self._scratch: Tensor | None = None
+        self.pins_memory = False  # what is received in memory of the host goes on to a device
         self._waits_in_steps = members.backend.name == "gloo"
         self._watch: Watch | None = None
         self._whole = whole
@@ -109,7 +110,7 @@ class Link:
     def all_gather(self, mine: Tensor, limit: timedelta) -> Tensor:
         """The members' tensors, all of one length, one after the other."""
         size = self.members.size
-        out = mine.new_empty(size * mine.numel())
+        out = self._room(mine, size * mine.numel())
         moved = (size - 1) * mine.nbytes
         self._count(moved, moved, 2 * (size - 1))
         group = self._open_group()
@@ -120,7 +121,7 @@ class Link:
         self, outgoing: Tensor, sent: Sequence[int], received: Sequence[int], limit: timedelta
     ) -> Tensor:
         """sent[j] elements to member j, received[j] from it, in the members' order."""
-        out = outgoing.new_empty(sum(received))
+        out = self._room(outgoing, sum(received))
         own, width = self.members.index, outgoing.dtype.itemsize
         others = self.members.size - 1
         self._count(
@@ -140,7 +141,7 @@ class Link:
         own. So what goes up, to members of higher numbers, and what goes down have connections of
         their own (docs/decisions/0025).
         """
-        out = outgoing.new_empty(sum(received))
+        out = self._room(outgoing, sum(received))
         width, others = outgoing.dtype.itemsize, self.members.size - 1
         self._count(width * sum(sent), width * sum(received), 2 * others)
         self._finish(limit, *self._post_both_ways(out, outgoing, received, sent, limit))
@@ -156,7 +157,7 @@ class Link:
     ) -> "Transfer":
         """The same, without waiting: rooms[j] bytes for what member j sends, which may be less. Of
         these, `head` are zero before anything comes. `note_received` counts what did."""
-        out = outgoing.new_empty(sum(rooms))
+        out = self._room(outgoing, sum(rooms))
         rows = list(torch.split(out, list(rooms)))
         for row in rows:
             row[:head].zero_()
@@ -166,7 +167,7 @@ class Link:
     def start_all_gather(self, mine: Tensor, limit: timedelta) -> "Transfer":
         """All members' tensors of one length, without waiting, on connections of their own."""
         lane, size = self.beside("ring", limit), self.members.size
-        out = mine.new_empty(size * mine.numel())
+        out = self._room(mine, size * mine.numel())
         moved = (size - 1) * mine.nbytes
         self._count(moved, moved, 2 * (size - 1))
         group = lane._open_group()
@@ -230,7 +231,7 @@ class Link:
         `note_received` has to be called when lengths are known.
         """
         me, others = self.members.index, self.members.size - 1
-        out = outgoing.new_empty(others * room)
+        out = self._room(outgoing, others * room)
         rows = out.view(others, room)
         rows[:, :head].zero_()
         received = [0 if j == me else room for j in range(others + 1)]
@@ -259,6 +260,10 @@ class Link:
         group = self._open_group()
         self._finish(limit, Posted(group, torch_internals.broadcast(group, tensor, root, limit)))
 
+    def _room(self, like: Tensor, count: int) -> Tensor:
+        """Memory to receive in, of a tensor's type and device."""
+        return torch.empty(count, dtype=like.dtype, device=like.device, pin_memory=self.pins_memory)
+
     def scratch(self, like: Tensor) -> Tensor:
         """Memory of a tensor's length and type, valid until the next call of this.
 
@@ -266,9 +271,11 @@ class Link:
         """
         if like.nbytes > MOST_KEPT:
             return torch.empty_like(like)
-        if self._scratch is None or self._scratch.numel() < like.nbytes:
-            self._scratch = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
-        return self._scratch[: like.nbytes].view(like.dtype)
+        kept = self._scratch
+        if kept is None or kept.device != like.device or kept.numel() < like.nbytes:
+            kept = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
+            self._scratch = kept
+        return kept[: like.nbytes].view(like.dtype)
 
     @property
     def closed(self) -> bool:

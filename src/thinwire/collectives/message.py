@@ -41,9 +41,9 @@ def padded(message: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(message, (0, missing)) if missing else message
 
 
-def joined(messages: Sequence[Tensor], lengths: Sequence[int], device: torch.device) -> Tensor:
+def joined(messages: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     """The messages one behind the other, each with zeros up to its length."""
-    room = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+    room = messages[0].new_empty(sum(lengths))
     for message, slot in zip(messages, torch.split(room, list(lengths)), strict=True):
         slot[: message.numel()].copy_(message)
         slot[message.numel() :].zero_()

@@ -35,6 +35,7 @@ HEADER = 5  # numbers that a record begins with
 FIELDS = 8  # numbers that every record has room for, besides one for each member
 MOST_TEXT = 1 << 20  # bytes of an explanation
 LISTED = "; "  # between what is said of each of several tensors
+STAGED = ("cuda",)  # devices whose tensors go through page-locked memory of the host
 FAILED, IDLE, ALONG = 1, 2, 4  # a member cannot go on, has nothing to say, sends all its messages
 # Bytes that come along with the records of all others, at most, and with that of one.
 ROOM, MOST_ROOM, LEAST_ROOM = 1 << 19, 1 << 17, 1 << 12
@@ -101,6 +102,28 @@ class Transport:
         # gloo and MPI move memory of the host, others that of the device.
         on_host = self.members.backend.name in ("gloo", "mpi")
         self._transfer_device = torch.device("cpu") if on_host else device
+        self._staged = on_host and device.type in STAGED
+        link.pins_memory = self._staged and device.type == "cuda"
+
+    def _to_link(self, tensor: Tensor) -> Tensor:
+        """A tensor where the backend can read it, complete.
+
+        Page-locked memory, to which a GPU copies at the full rate of its bus. torch keeps it for
+        later, and gives none of it away before the copies that it is part of have ended.
+        """
+        if not self._staged:
+            return tensor.to(self._transfer_device)
+        host = torch.empty(
+            tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.link.pins_memory
+        )
+        host.copy_(tensor, non_blocking=True)
+        if tensor.is_cuda:  # this stream alone, which the backend knows nothing of
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return host
+
+    def _from_link(self, tensor: Tensor) -> Tensor:
+        """What was received, on the device of the exchange: ready for what its stream does next."""
+        return tensor.to(self.device, non_blocking=self._staged)
 
     @contextmanager
     def clock(self, kind: str) -> Iterator[None]:
@@ -246,7 +269,7 @@ class Transport:
         def letter(message: Tensor) -> Tensor:
             numbers = [*record[:4], message.numel(), *record[5:]]
             numbers += [0] * (begin // 8 - len(record))
-            return torch.cat([torch.tensor(numbers).view(torch.uint8), message.cpu()])
+            return torch.cat([torch.tensor(numbers).view(torch.uint8), self._to_link(message)])
 
         if len(messages) == size:
             letters = [letter(messages[j]) for j in range(size) if j != me]
@@ -268,7 +291,10 @@ class Transport:
                     f"record, which must be between 0 and {self.room:,}"
                 )
             # A copy: the rows together are much longer than most messages.
-            found.append(row[begin : begin + length].to(self.device, copy=True) if came else None)
+            message = row[begin : begin + length]
+            found.append(
+                message.to(self.device, copy=True, non_blocking=self._staged) if came else None
+            )
         self.link.note_received(sum(begin + head[4] for head in heads))
         heads.insert(me, record)
         found.insert(
@@ -337,8 +363,8 @@ class Transport:
             return both
         slot = aligned(max(lengths))
         with self.clock("network"):
-            buffer = padded(message, slot).to(self._transfer_device)
-            table = self.link.all_gather(buffer, self.limit).to(self.device)
+            buffer = self._to_link(padded(message, slot))
+            table = self._from_link(self.link.all_gather(buffer, self.limit))
         return [table[i * slot : i * slot + n] for i, n in enumerate(lengths)]
 
     def swap(
@@ -361,11 +387,11 @@ class Transport:
         sent = [aligned(message.numel()) for message in messages]
         received = [aligned(length) for length in lengths]
         with self.clock("network"):
-            outgoing = joined(messages, sent, self._transfer_device)
+            outgoing = self._to_link(joined(messages, sent))
             both_ways = longest >= LONG and self.link.takes_shorter
             move = self.link.all_to_all_both_ways if both_ways else self.link.all_to_all
             table = move(outgoing, sent, received, self.limit)
-            slots = torch.split(table.to(self.device), received)
+            slots = torch.split(self._from_link(table), received)
         return [slot[:length] for slot, length in zip(slots, lengths, strict=True)]
 
     def summands(self, pools: dict[torch.dtype, Tensor]) -> Tensor | None:
@@ -398,9 +424,9 @@ class Transport:
     def reduce(self, tensor: Tensor, op: Any) -> Tensor:
         """The backend's reduction; the tensor's memory may be used for the result."""
         with self.clock("network"):
-            buffer = tensor.to(self._transfer_device)
+            buffer = self._to_link(tensor)
             self.link.all_reduce(buffer, op, self.limit)
-            return buffer.to(self.device)
+            return self._from_link(buffer)
 
     def broadcast(
         self, message: Tensor | None, length: int, root: int, records: Sequence[Record] = ()
@@ -412,11 +438,16 @@ class Transport:
             return along
         with self.clock("network"):
             if message is None:
-                buffer = torch.empty(length, dtype=torch.uint8, device=self._transfer_device)
+                buffer = torch.empty(
+                    length,
+                    dtype=torch.uint8,
+                    device=self._transfer_device,
+                    pin_memory=self.link.pins_memory,
+                )
             else:
-                buffer = message.to(self._transfer_device)
+                buffer = self._to_link(message)
             self.link.broadcast(buffer, root, self.limit)
-            return buffer.to(self.device)
+            return self._from_link(buffer)
 
 
 class SubgroupTransport(Transport):

@@ -30,15 +30,8 @@ def encode_affine(
         rows = p.unsqueeze(0)
         lows, highs = (torch.full((1,), v, dtype=p.dtype, device=p.device) for v in extent)
     top = (1 << width) - 1
-    half = 0.5 * highs.double() - 0.5 * lows.double()
-    info = torch.finfo(p.dtype)
-    # low + top * scale stays finite, also when rounding goes up.
-    room = (0.5 * info.max - 0.5 * lows.double()) * (1 - 4 * info.eps)
-    half = torch.minimum(half, room)
-    scales = torch.where(half >= TINY[p.dtype], 2 * (half / top), 0).to(p.dtype)
-    unit = 0.5 * scales.double().unsqueeze(1)
-    inverse = torch.where(unit > 0, 1 / unit, 0)
-    v = (0.5 * rows.double() - 0.5 * lows.double().unsqueeze(1)) * inverse
+    scales, inverse = scales_between(lows, highs, top)
+    v = (0.5 * rows.double() - 0.5 * lows.double().unsqueeze(1)) * inverse.unsqueeze(1)
     v = v.flatten()[: p.numel()].clamp_(0, top)
     if key is None:
         level = v.round_()
@@ -47,6 +40,20 @@ def encode_affine(
         u = (random_words(p.numel(), key, p.device) >> 8).double() * 2.0**-24
         level = down + (u < v - down)
     return lows, scales, pack(level.to(torch.uint8), width)
+
+
+def scales_between(lows: Tensor, highs: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The scales, and what to multiply halved numbers by to get levels (zero for tiny rows)."""
+    half = 0.5 * highs.double() - 0.5 * lows.double()
+    info = torch.finfo(lows.dtype)
+    # low + top * scale stays finite, also when rounding goes up.
+    room = (0.5 * info.max - 0.5 * lows.double()) * (1 - 4 * info.eps)
+    half = torch.minimum(half, room)
+    # By a tensor: on CUDA torch multiplies by the reciprocal of a number.
+    scales = 2 * (half / torch.full_like(half, top))
+    scales = torch.where(half >= TINY[lows.dtype], scales, 0).to(lows.dtype)
+    unit = 0.5 * scales.double()
+    return scales, torch.where(unit > 0, 1 / unit, 0)
 
 
 def add_affine(

@@ -20,15 +20,26 @@ def encode_pairs(
     rows = blocks(p, each).double() * unit
     above, below = rows.clamp_min(0).sum(1), rows.clamp_max(0).sum(1)
     counts = blocks(upper, each, fill=False).sum(1)
-    lengths = torch.full_like(counts, each)
-    lengths[-1] = p.numel() - each * (len(counts) - 1)
+    pairs = pairs_of(above, below, counts, lengths_of(p.numel(), each, p.device), unit, scaled)
+    return pairs.to(p.dtype), bits_to_bytes(upper)
+
+
+def lengths_of(n: int, block: int, device: torch.device) -> Tensor:
+    """How many elements each block has."""
+    lengths = torch.full((-(-n // block),), block, device=device)
+    lengths[-1] = n - block * (len(lengths) - 1)
+    return lengths
+
+
+def pairs_of(
+    above: Tensor, below: Tensor, counts: Tensor, lengths: Tensor, unit: float, scaled: bool
+) -> Tensor:
+    """The two values of each block, from the sums of both halves and how many are in the upper."""
     if scaled:
         high = (above - below) / lengths / unit
-        pairs = torch.stack([-high, high], 1)
-    else:
-        low = below / (lengths - counts).clamp_min(1) / unit
-        pairs = torch.stack([low, above / counts.clamp_min(1) / unit], 1)
-    return pairs.to(p.dtype), bits_to_bytes(upper)
+        return torch.stack([-high, high], 1)
+    low = below / (lengths - counts).clamp_min(1) / unit
+    return torch.stack([low, above / counts.clamp_min(1) / unit], 1)
 
 
 def add_pairs(

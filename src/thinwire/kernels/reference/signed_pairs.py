@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.reference.levels import pack, unpack
+from thinwire.kernels.reference.pairs import lengths_of
 from thinwire.kernels.reference.sum import add, blocks, total
 
 
@@ -19,8 +20,7 @@ def encode_signed_pairs(
     unit = 1.0 if p.dtype == torch.float32 else 2.0 ** -n.bit_length()
     sizes = blocks(p.abs(), each)
     wide = sizes.double() * unit
-    lengths = torch.full((len(sizes),), each, device=p.device)
-    lengths[-1] = n - each * (len(sizes) - 1)
+    lengths = lengths_of(n, each, p.device)
     limits = (wide.sum(1) / lengths / unit).to(p.dtype)
     large = sizes > limits.unsqueeze(1)
     counts = large.sum(1)

@@ -26,20 +26,23 @@ def power_above(p: Tensor) -> Tensor:
     return ((p.view(bits) + mask) & ~mask).view(p.dtype)
 
 
-def _scales(rows: Tensor, limit: int, rule: str) -> tuple[Tensor, Tensor]:
+def scales_of(rows: Tensor, limit: int, rule: str) -> tuple[Tensor, Tensor]:
     """The scale of each row and what to multiply by to get levels (zero for tiny rows)."""
     peak = rows.abs().amax(1)
+    # Tensors: torch multiplies by the reciprocal of a number, on CUDA, and of a divided tensor.
+    edge = torch.full_like(peak, limit)
     if rule == "l2":
         wide = peak.double()
         norm = wide * (rows.double() / wide.clamp_min(1e-300).unsqueeze(1)).square().sum(1).sqrt()
         norm = norm.clamp_max(torch.finfo(rows.dtype).max)
-        scale, inverse = (norm / limit).to(rows.dtype), (limit / norm).to(rows.dtype)
+        edge = edge.double()
+        scale, inverse = (norm / edge).to(rows.dtype), (edge / norm).to(rows.dtype)
     elif rule == "power":
-        scale = power_above(peak / limit)
+        scale = power_above(peak / edge)
         scale = scale.clamp_max(2.0 ** (math.frexp(highest_scale(rows.dtype, limit))[1] - 1))
         inverse = 1 / scale
     else:
-        scale, inverse = peak / limit, limit / peak
+        scale, inverse = peak / edge, edge / peak
     tiny = peak < TINY[rows.dtype]
     scale = scale.clamp_max(highest_scale(rows.dtype, limit))
     return scale.masked_fill(tiny, 0), inverse.masked_fill(tiny, 0)
@@ -67,7 +70,7 @@ def encode_uniform(
         if not bool(torch.isfinite(p).all()):
             return None
         rows = blocks(p, block or p.numel())
-        scales, inverse = _scales(rows, limit, rule)
+        scales, inverse = scales_of(rows, limit, rule)
     v = (rows * inverse.unsqueeze(1)).flatten()[: p.numel()].clamp_(-limit, limit)
     if key is None:
         level = v.round_()
