@@ -51,6 +51,9 @@ INSIDE = 0.9e9
 # gloo's all-to-all of 16 to 200 kB per pair at 10 and 100 Mbit/s in a lab: 1.0 between 2 hosts,
 # 0.65 to 0.90 (median 0.72) among 4 and 8, 0.65 in training; rings 0.92 to 1.0 where bytes count.
 CROWDED = 0.65
+# The same of the link between racks: quantize:4 by two-shot over two racks of 2 and of 4 hosts
+# reached 0.74 and 0.87 of 20 Mbit/s (benchmarks/records/hierarchical-2026-11-16.json and -8-hosts-).
+CROWDED_UPLINK = 0.80
 # Forward takes a third of a step: backward multiplies each matrix twice.
 FORWARD = 1 / 3
 
@@ -150,7 +153,7 @@ def direct(network: Interconnect, message: float, cold: bool = False) -> Moved:
     together = p * (p - 1) * message / network.together
     seconds = max(
         FRAMING * out / rate,
-        FRAMING * up / network.uplink if network.racks > 1 else 0.0,
+        FRAMING * up / (CROWDED_UPLINK * network.uplink) if network.racks > 1 else 0.0,
         (h - 1) * message / network.inside,
         together,
     )
@@ -376,7 +379,7 @@ def exchange_cost(
         collective = collective_of(coding, coding.frame * numel, members)
         found = _flat(collective, coding, network, coding.frame * numel, cold)
     own = numel * share
-    encode, between, decode = _codec(coding, collective, own, members)
+    encode, between, decode = codec_seconds(coding, collective, own, members)
     return _cost(coding.exchange + encode, found, between + adding, decode)
 
 
@@ -401,7 +404,7 @@ def _cost(encode: float, found: Moved, between: float, decode: float) -> Exchang
     )
 
 
-def _codec(coding: Coding, collective: str, n: float, p: int) -> tuple[float, float, float]:
+def codec_seconds(coding: Coding, collective: str, n: float, p: int) -> tuple[float, float, float]:
     """Seconds of one rank: before data moves, in the middle, after it."""
     if collective == "plain":
         return 0.0, 0.0, 0.0
