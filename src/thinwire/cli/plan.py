@@ -24,6 +24,7 @@ examples:
   thinwire plan --layers model.safetensors --hosts 4 --link 100mbit --step 300ms
   thinwire plan --script train.py --hosts 4 --link 1gbit -- --epochs 1
   thinwire plan --workload text --hosts 4 --link 100mbit
+  thinwire plan --parameters 1G --step 2s --html plan.html
 
 Codecs are reckoned with what was measured on this machine, if you have run
 thinwire bench --for-plan, or with one of the tables that --machine names.
@@ -110,6 +111,9 @@ def add(commands: Commands) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print a JSON document")
+    output.add_argument(
+        "--html", metavar="FILE", type=Path, help="write a page with sliders to play with"
+    )
     parser.set_defaults(run=run)
 
 
@@ -127,6 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
             methods = [each for each in methods if not each.every and not _is_joint(each)]
         predictions = predict(methods, setting)
         document = document_of(predictions, setting, _asked(arguments))
+        if arguments.html is not None:
+            _write_page(arguments.html, setting, methods)
     except (OSError, TypeError, ValueError) as error:
         return complain("plan", error)
     if arguments.json:
@@ -276,3 +282,10 @@ def _print_wrapped(text: str) -> None:
     from thinwire.formatting import WIDTH
 
     print(textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False))
+
+
+def _write_page(path: Path, setting: "Setting", methods: "list[Any]") -> None:
+    from thinwire.report.plan_page import write_plan_page
+
+    write_plan_page(path, setting, methods)
+    print(f"wrote {path}", file=sys.stderr)

@@ -52,7 +52,7 @@ INSIDE = 0.9e9
 # 0.65 to 0.90 (median 0.72) among 4 and 8, 0.65 in training; rings 0.92 to 1.0 where bytes count.
 CROWDED = 0.65
 # The same of the link between racks: quantize:4 by two-shot over two racks of 2 and of 4 hosts
-# reached 0.74 and 0.87 of 20 Mbit/s (benchmarks/records/hierarchical-2026-11-16.json and -8-hosts-).
+# reached 0.74 and 0.87 of 20 Mbit/s (benchmarks/records/hierarchical-*2026-11-16.json).
 CROWDED_UPLINK = 0.80
 # Forward takes a third of a step: backward multiplies each matrix twice.
 FORWARD = 1 / 3

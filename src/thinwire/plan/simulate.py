@@ -152,7 +152,7 @@ def make_world(
     )
 
 
-class Round(NamedTuple):
+class SimulatedRound(NamedTuple):
     """When each rank has gone through a part of an exchange, and what that took."""
 
     ended: Times
@@ -163,11 +163,11 @@ class Round(NamedTuple):
 # Parts
 
 
-def ring_round(world: World, begin: Times, hops: int, chunk: float) -> Round:
+def ring_round(world: World, begin: Times, hops: int, chunk: float) -> SimulatedRound:
     """Hops around a ring of all ranks, a round trip each, as gloo has it."""
     p = world.ranks
     if p == 1 or not hops:
-        return Round(begin, 0.0, 0)
+        return SimulatedRound(begin, 0.0, 0)
     sender, receiver = np.arange(-1, p - 1) % p, np.arange(p)
     edge = np.minimum(world.up[sender], world.down[receiver])
     a, b = world.rack[sender], world.rack[receiver]
@@ -181,18 +181,18 @@ def ring_round(world: World, begin: Times, hops: int, chunk: float) -> Round:
     half = bytes_seconds if p == 2 else bytes_seconds / 2
     trip = 2 * world.one_way(sender, receiver)
     hop = world.start + world.peer + np.maximum(bytes_seconds, trip + half)
-    return Round(turn_ring(begin, hop, hops), hops * chunk, hops * p)
+    return SimulatedRound(turn_ring(begin, hop, hops), hops * chunk, hops * p)
 
 
-def direct_round(world: World, begin: Times, message: float) -> Round:
+def direct_round(world: World, begin: Times, message: float) -> SimulatedRound:
     """A message from each rank straight to each other one."""
     p = world.ranks
     if p == 1:
-        return Round(begin, 0.0, 0)
+        return SimulatedRound(begin, 0.0, 0)
     # Everybody says that it is ready, and begins when the others have.
     ready = begin + world.start + (p - 1) * world.peer
     ended, events = (_each_message if p <= EXACT else _aggregated)(world, ready, message)
-    return Round(ended, (p - 1) * message, events)
+    return SimulatedRound(ended, (p - 1) * message, events)
 
 
 def _links(world: World) -> tuple[Times, int, int, int]:
@@ -296,12 +296,12 @@ def _first_and_last(
     return first, last
 
 
-def meeting_round(world: World, begin: Times, along: float = 0.0) -> Round:
+def meeting_round(world: World, begin: Times, along: float = 0.0) -> SimulatedRound:
     """Records of all ranks, straight from each to each."""
     return direct_round(world, begin, record_bytes(world.ranks) + along)
 
 
-def tree_round(world: World, begin: Times, message: float, fanout: int = FANOUT) -> Round:
+def tree_round(world: World, begin: Times, message: float, fanout: int = FANOUT) -> SimulatedRound:
     """Sums up a tree, the result down again; a parent's link serves one child after the other."""
     p = world.ranks
     ended, down = begin.copy(), begin.copy()
@@ -322,14 +322,14 @@ def tree_round(world: World, begin: Times, message: float, fanout: int = FANOUT)
         parent, turn = (level - 1) // fanout, (level - 1) % fanout
         sending = (turn + 1) * FRAMING * message / world.up[parent]
         down[level] = down[parent] + sending + _trip(world, parent, level)
-    return Round(np.maximum(down, begin), (fanout + 1) * message, 2 * p)
+    return SimulatedRound(np.maximum(down, begin), (fanout + 1) * message, 2 * p)
 
 
 def _trip(world: World, sender: Any, receiver: Any) -> Times:
     return world.start + world.peer + 2 * world.one_way(sender, receiver)
 
 
-def grouped_round(world: World, begin: Times, inner: float, outer: float) -> Round:
+def grouped_round(world: World, begin: Times, inner: float, outer: float) -> SimulatedRound:
     """Racks send to their first rank, these form a ring, and hand the result back.
 
     Args:
@@ -366,7 +366,7 @@ def grouped_round(world: World, begin: Times, inner: float, outer: float) -> Rou
     back = (members[world.rack] - 1) * FRAMING * inner / world.up[own] + way
     ended = np.where(np.arange(p) == own, between.ended[world.rack], 0.0)
     ended = np.maximum(ended, between.ended[world.rack] + back)
-    return Round(ended, inner + between.sent, 2 * p + between.events)
+    return SimulatedRound(ended, inner + between.sent, 2 * p + between.events)
 
 
 # Exchanges
@@ -374,11 +374,11 @@ def grouped_round(world: World, begin: Times, inner: float, outer: float) -> Rou
 
 def exchange_round(
     world: World, begin: Times, coding: Coding, numel: float, collective: str
-) -> Round:
+) -> SimulatedRound:
     """All that moves in an all-reduce of so many elements, from the moment each rank comes."""
     p, message = world.ranks, coding.frame * numel
     if p == 1:
-        return Round(begin, 0.0, 0)
+        return SimulatedRound(begin, 0.0, 0)
     if collective == "auto":
         collective = collective_of(coding, message, p)
     if collective in ("plain", "summable"):
@@ -397,7 +397,7 @@ def exchange_round(
     if collective == "gather":
         return _one_after_the_other(begin, _gathering(world, message, room))
     shard = message / p
-    swaps: list[Callable[[Times], Round]]
+    swaps: list[Callable[[Times], SimulatedRound]]
     if shard <= room:
         swaps = [lambda t: meeting_round(world, t, shard)]
     else:
@@ -407,11 +407,15 @@ def exchange_round(
         ]
     if collective == "sparse" and message > room:
         swaps.insert(0, lambda t: meeting_round(world, t))
-    adding: Callable[[Times], Round] = lambda t: Round(t + codec * world.speed, 0.0, p)  # noqa: E731
+    adding: Callable[[Times], SimulatedRound] = lambda t: SimulatedRound(
+        t + codec * world.speed, 0.0, p
+    )  # noqa: E731
     return _one_after_the_other(begin, [*swaps, adding, *_gathering(world, shard, room)])
 
 
-def _gathering(world: World, message: float, room: float) -> list[Callable[[Times], Round]]:
+def _gathering(
+    world: World, message: float, room: float
+) -> list[Callable[[Times], SimulatedRound]]:
     if message <= room:
         return [lambda t: meeting_round(world, t, message)]
     hops = world.ranks - 1
@@ -421,12 +425,14 @@ def _gathering(world: World, message: float, room: float) -> list[Callable[[Time
     ]
 
 
-def _one_after_the_other(begin: Times, parts: Sequence[Callable[[Times], Round]]) -> Round:
+def _one_after_the_other(
+    begin: Times, parts: Sequence[Callable[[Times], SimulatedRound]]
+) -> SimulatedRound:
     sent, events = 0.0, 0
     for part in parts:
         begin, more, count = part(begin)
         sent, events = sent + more, events + count
-    return Round(begin, sent, events)
+    return SimulatedRound(begin, sent, events)
 
 
 class SimulatedStep(NamedTuple):
