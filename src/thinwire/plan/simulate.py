@@ -407,9 +407,10 @@ def exchange_round(
         ]
     if collective == "sparse" and message > room:
         swaps.insert(0, lambda t: meeting_round(world, t))
-    adding: Callable[[Times], SimulatedRound] = lambda t: SimulatedRound(
-        t + codec * world.speed, 0.0, p
-    )  # noqa: E731
+
+    def adding(t: Times) -> SimulatedRound:
+        return SimulatedRound(t + codec * world.speed, 0.0, p)
+
     return _one_after_the_other(begin, [*swaps, adding, *_gathering(world, shard, room)])
 
 
