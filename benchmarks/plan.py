@@ -4,8 +4,8 @@
 
 A cell is a lab (hosts, rate, delay, racks) and a workload; in each, six methods train a few steps.
 What is predicted comes from a table of codecs measured on one core, the workload's step measured
-alone (when each gradient is there) and, for each number of hosts, the seconds that a step computes
-while all hosts share this machine's cores and nothing is exchanged. No step with an exchange is
+alone (when each gradient is there) and, for each number of hosts, the seconds that the slowest rank
+of a step computes while all hosts share this machine's cores and nothing is exchanged. No step with an exchange is
 looked at before it is predicted.
 
 Every cell is written to the record when it is done. A run that was stopped, by Ctrl-C, by
@@ -133,9 +133,22 @@ def measure(cell: Cell) -> dict[str, float]:
             raise SystemExit(f"{cell.name}: {method.name} failed: {method.error}")
         seconds = method.runs[0].seconds
         steps = [b - a for a, b in itertools.pairwise(seconds)][SKIPPED - 1 :]
-        # The last step of local steps exchanges all there is.
-        found[asked] = statistics.median(steps[:-1] if asked == ALONE else steps)
+        found[asked] = statistics.median(steps)
+    found[ALONE] = slowest_rank(comparison)
     return found
+
+
+def slowest_rank(comparison: Comparison) -> float:
+    """Seconds that the slowest rank of each step computes: an exchange would wait for it.
+
+    Without exchanges ranks do not wait for each other, so each step has another slowest one. The
+    last step of local steps exchanges all there is, and is left out.
+    """
+    (outcome,) = (o for o in comparison.outcomes.values() if o.method.kind == "local")
+    (ranks,) = outcome.runs.values()
+    durations = [[b - a for a, b in itertools.pairwise(rank.seconds)] for rank in ranks]
+    slowest = [max(step) for step in zip(*durations, strict=True)]
+    return statistics.median(slowest[SKIPPED - 1 : -1])
 
 
 # Predicting

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from thinwire.collectives.costs import (
     twoshot,
     waiting_step,
 )
+from thinwire.formatting import show_seconds
 from thinwire.plan.codecs import CodecRow, CodecTable, shipped, table_from, table_of
 from thinwire.plan.document import tables_of
 from thinwire.plan.predict import (
@@ -410,6 +412,18 @@ def test_advice_follows_the_figures() -> None:
     assert advice(fast, "adam").startswith("Stay with plain ddp")
 
 
+def test_advice_says_what_sums_inside_of_hosts_bring() -> None:
+    # Eight ranks that send their shards over one link, where one sum of them would do.
+    methods, own = [read_method("quantize:4")], setting(hosts=4, link=1e8)
+    many = replace(own, network=own.network._replace(ranks_per_host=8))
+    found = step_of(methods[0], replace(many, nodes=True)).seconds
+    assert 1.05 * found < step_of(methods[0], many).seconds
+    assert f"nodes=8), quantize:4 would take {show_seconds(found)}" in advice(
+        predict(methods, many), "sgd", many
+    )
+    assert "nodes=" not in advice(predict(methods, own), "sgd", own)
+
+
 def test_tables_fit_80_columns() -> None:
     methods = [read_method(name) for name in METHODS]
     for link in (1e6, 1e9, 1e12):
@@ -429,7 +443,7 @@ def test_the_command_prints_tables_and_advice(capsys: pytest.CaptureFixture[str]
     words = "plan --parameters 125M --hosts 16 --ranks-per-host 8 --link 10gbit --delay 1ms"
     assert main([*words.split(), "--step", "0.8s", "--machine", "cores-1"]) == 0
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 84  # the title
+    assert max(map(len, out.splitlines())) <= 80
     assert "Use " in out
     assert "measured on" in out
 

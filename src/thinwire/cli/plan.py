@@ -138,11 +138,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document, indent=2, allow_nan=False))
         return 0
-    print(_title(setting))
+    _print_wrapped(_title(setting))
     print()
     print(tables_of(predictions))
     print()
-    _print_wrapped(advice(predictions, arguments.optimizer))
+    _print_wrapped(advice(predictions, arguments.optimizer, setting))
     _print_wrapped(f"Codecs: {table.name}, {table.machine} ({table.origin}).")
     return 0
 

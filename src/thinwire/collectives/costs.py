@@ -284,9 +284,7 @@ def hierarchical(
         flat: the collective between hosts.
     """
     s = network.ranks_per_host
-    own = network._replace(
-        hosts=1, start=network.start, delay=0.0, uplink_delay=0.0, racks=1, together=math.inf
-    )
+    own = network._replace(hosts=1, delay=0.0, uplink_delay=0.0, racks=1, together=math.inf)
     inside = direct(own, inner / s) if s > 1 else Moved()
     # The owners on a host share its link, each with a ring of its own.
     share = network._replace(

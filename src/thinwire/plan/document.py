@@ -46,7 +46,7 @@ def document_of(
         "parameters": setting.model.parameters,
         "compute_seconds": setting.compute,
         "price_per_gigabyte": setting.price,
-        "advice": advice(predictions, words.get("optimizer")),
+        "advice": advice(predictions, words.get("optimizer"), setting),
         "methods": [each.as_json() for each in predictions],
     }
 

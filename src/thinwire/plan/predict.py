@@ -251,11 +251,14 @@ def fastest(predictions: Sequence[Prediction], adam: bool = False) -> Prediction
     return best if best.speedup >= WORTH else plain
 
 
-def advice(predictions: Sequence[Prediction], optimizer: str | None = None) -> str:
+def advice(
+    predictions: Sequence[Prediction], optimizer: str | None = None, setting: Setting | None = None
+) -> str:
     """What to use, and from which rate on it stops paying, in a sentence or two.
 
     Args:
         optimizer: "adam", "sgd", or None if it is not known.
+        setting: of the predictions, to say what sums inside of hosts would bring.
     """
     plain = predictions[0]
     dense = fastest(predictions, adam=True)
@@ -272,6 +275,8 @@ def advice(predictions: Sequence[Prediction], optimizer: str | None = None) -> s
         under = dense.method.name if dense is not plain else f"plain {plain.method.name}"
         gain = f" ({_gain(dense, plain)})" if dense is not plain else ""
         text += f" With Adam and its like use {under}{gain}: they do not suit sparse gradients."
+    if setting is not None:
+        text += nodes_hint([each.method for each in predictions], setting, best)
     rounds = [each for each in predictions if each.method.every]
     if rounds:
         rare = min(rounds, key=lambda each: each.cost.seconds)
@@ -281,6 +286,24 @@ def advice(predictions: Sequence[Prediction], optimizer: str | None = None) -> s
                 f"{show_seconds(rare.cost.seconds)}."
             )
     return text
+
+
+def nodes_hint(methods: Sequence[PlannedMethod], setting: Setting, best: Prediction) -> str:
+    """What sums inside of hosts would bring, in a sentence; nothing if that is not much."""
+    s = setting.network.ranks_per_host
+    if s == 1 or setting.nodes or setting.parallel != "ddp" or setting.network.hosts == 1:
+        return ""
+    inside = replace(setting, nodes=True)
+    able = [each for each in methods if not each.every and not each.plain]
+    if best.method.suits_adam:
+        able = [each for each in able if each.suits_adam]
+    steps = [(step_of(each, inside).seconds, each.name) for each in able]
+    seconds, name = min(steps, default=(math.inf, ""))
+    if seconds * WORTH >= best.cost.seconds:
+        return ""
+    return (
+        f" With sums inside of hosts first (nodes={s}), {name} would take {show_seconds(seconds)}."
+    )
 
 
 def _gain(one: Prediction, plain: Prediction) -> str:
