@@ -5,8 +5,8 @@
 A cell is a lab (hosts, rate, delay, racks) and a workload; in each, six methods train a few steps.
 What is predicted comes from a table of codecs measured on one core, the workload's step measured
 alone (when each gradient is there) and, for each number of hosts, the seconds that the slowest rank
-of a step computes while all hosts share this machine's cores and nothing is exchanged. No step with an exchange is
-looked at before it is predicted.
+of a step computes while all hosts share this machine's cores and nothing is exchanged. No step with
+an exchange is looked at before it is predicted.
 
 Every cell is written to the record when it is done. A run that was stopped, by Ctrl-C, by
 `--seconds` or by a crash, goes on where it was when called again with the same `--out`. The whole
