@@ -5,7 +5,7 @@ STAMP := $(VENV)/.stamp
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup docs figures test test-slow test-integrations test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-federated bench-policies bench-compare chaos soak clean clean-kernels
+.PHONY: help setup docs figures test test-slow test-integrations test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-federated bench-policies bench-compare bench-plan chaos soak clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +112,9 @@ bench-policies: setup  ## A link that changes, too strong a start, a setting for
 
 bench-compare: setup  ## The full comparison on a slow network, with its targets (about 40 minutes)
 	$(VENV)/bin/python benchmarks/compare.py
+
+bench-plan: setup  ## Predicted against measured step times, cell by cell; goes on where it stopped (2 hours)
+	$(VENV)/bin/python benchmarks/plan.py --out benchmarks/records/plan.json
 
 chaos: setup  ## Do something to a rank of 500 trainings, check what the others make of it (20 minutes)
 	$(VENV)/bin/python benchmarks/chaos.py

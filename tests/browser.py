@@ -134,6 +134,17 @@ def printed(page: Path, folder: Path) -> bytes:
     return out.read_bytes()
 
 
+def evaluate(script: str, folder: Path) -> Any:
+    """What a script comes to, as JSON: its last statement is `return ...`."""
+    page = folder / "script.html"
+    text = f"document.title = JSON.stringify((() => {{ {script} }})());"
+    page.write_text(f"<!doctype html><meta charset=utf-8><script>{text}</script>", encoding="utf-8")
+    dom, said = _browse(page)
+    found = re.search(r"<title>(.+?)</title>", dom, re.DOTALL)
+    assert found, f"the script did not end; Chromium said:\n{said}"
+    return json.loads(html.unescape(found[1]))
+
+
 def _browse(page: Path, *options: str) -> tuple[str, str]:
     """What came on stdout and stderr; no process is left behind."""
     command = [

@@ -38,6 +38,7 @@ examples:
   thinwire bench --with "topk:0.01; onebit" --size 1M 25.6M --data heavy
   thinwire bench --input gradients.safetensors --plot report/bench.html
   thinwire bench --no-eager --json > bench.json
+  thinwire bench --for-plan
 
 Ctrl-C stops a run and shows what was done until then.
 """
@@ -90,6 +91,12 @@ def add(commands: Commands) -> None:
     how.add_argument(
         "--no-eager", action="store_true", help="do not time plain PyTorch for comparison"
     )
+    how.add_argument(
+        "--for-plan",
+        action="store_true",
+        help="measure what thinwire plan reckons with instead (some seconds per compressor of each "
+        "kind), and keep it in the cache directory, or in --out",
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", action="store_true", help="print a JSON document instead of the table"
@@ -110,6 +117,8 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from thinwire.errors import MissingExtraError
 
+    if arguments.for_plan:
+        return _run_for_plan(arguments)
     try:
         settings = _settings(arguments)
         _check_outputs(arguments)
@@ -125,6 +134,36 @@ def run(arguments: argparse.Namespace) -> int:
     if report.interrupted:
         print("thinwire bench: interrupted", file=sys.stderr)
         return INTERRUPTED
+    return 0
+
+
+def _run_for_plan(arguments: argparse.Namespace) -> int:
+    """Measure codecs, and leave the table where `thinwire plan` finds it."""
+    import torch
+
+    from thinwire.bench.codecs import SPECS, measure_codecs, num_ticks
+    from thinwire.bench.run import shown
+    from thinwire.plan.codecs import measured_file
+
+    try:
+        for name in ("size", "data", "input", "plot"):
+            if getattr(arguments, name) is not None:
+                raise BenchSettingError(f"--for-plan has its own tensors, so not with --{name}")
+        specs = _words(arguments.specs, ";") or SPECS
+        _settings(arguments)
+        _check_outputs(arguments)
+        if arguments.threads:
+            torch.set_num_threads(arguments.threads)
+        with shown(num_ticks(specs, arguments.rounds)) as tick:
+            table = measure_codecs(specs, arguments.rounds, tick)
+    except (BenchSettingError, TypeError, ValueError) as error:
+        return complain("bench", error)
+    with patient():
+        path = arguments.out or measured_file()
+        path.write_text(table.to_json(), encoding="utf-8")
+        if arguments.json:
+            print(table.to_json(), end="")
+    print(f"wrote {path}", file=sys.stderr)
     return 0
 
 

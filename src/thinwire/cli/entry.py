@@ -4,12 +4,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from thinwire.cli import bench, compare, compile, lab, listings, selftest
+from thinwire.cli import bench, compare, compile, lab, listings, plan, selftest
 from thinwire.cli.parsing import INTERRUPTED, Parser
 
 _DESCRIPTION = "Communication compression for distributed training."
 _EXAMPLES = """\
 examples:
+  thinwire plan --parameters 125M --hosts 8 --link 1gbit --step 0.5s
+                           will it pay? predict it
   thinwire compare         does it pay? train on a slow network and see
   thinwire compressors     every compressor and its arguments
   thinwire bench           compare them on this machine
@@ -55,6 +57,6 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version and stop")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    for module in (compare, listings, bench, lab, compile, selftest):
+    for module in (plan, compare, listings, bench, lab, compile, selftest):
         module.add(commands)
     return parser

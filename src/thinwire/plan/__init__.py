@@ -1,0 +1,1 @@
+"""Will it pay? A cost model of training steps, and a simulator for more ranks than we have."""

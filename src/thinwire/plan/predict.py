@@ -1,0 +1,317 @@
+"""A step with each method: what it takes, what it gains, what it costs; and what to use.
+
+Every figure follows from the formulas of `thinwire.collectives.costs`, a table of codecs and the
+sizes of a model. Nothing is measured here.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from thinwire.collectives.costs import (
+    Coding,
+    Due,
+    Interconnect,
+    StepCost,
+    local_step,
+    overlapped_step,
+    waiting_step,
+)
+from thinwire.compressors import Compressor, JointCompressor, SparseCompressor
+from thinwire.formatting import show_rate, show_ratio, show_seconds
+from thinwire.methods import LocalRecipe, method_of
+from thinwire.plan.codecs import CodecTable
+from thinwire.plan.sizes import Model
+from thinwire.policies.base import policy_of
+
+PLAIN = "ddp"
+# What is compared unless --with says otherwise.
+METHODS = (
+    *("cast:bf16", "quantize:8", "quantize:4", "onebit", "powersgd:4", "topk:0.01"),
+    *("topk:0.01|quantize:4", "diloco:100,compressor=(quantize:4)"),
+)
+PARALLELISMS = ("ddp", "fsdp")
+# Dollars for a gigabyte that leaves a host: between regions of one provider (AWS, list price of
+# us-east-1 to other regions, 2025). Inside of a zone nothing is charged, to the internet 0.09.
+PRICE = 0.02
+# Of a second of codec work, what backward loses: codecs run on the cores, or the GPU, that train.
+BUSY = 1.0
+WORTH = 1.05  # times faster: less is within the error of the model
+# Bits per second between which a break-even is looked for.
+SLOWEST, FASTEST = 1e4, 1e13
+HALVINGS = 60  # of that interval
+
+
+@dataclass(frozen=True)
+class PlannedMethod:
+    """A method as far as costs go.
+
+    Args:
+        name: as it was asked for.
+        compressor: None for uncompressed.
+        plain: PyTorch's own exchange, without thinwire.
+        every, fragments, overlap: of local steps; 0 for gradients in every step.
+    """
+
+    name: str
+    compressor: Compressor | None = None
+    plain: bool = False
+    every: int = 0
+    fragments: int = 1
+    overlap: int = 0
+
+    @property
+    def suits_adam(self) -> bool:
+        """Whether it sends every element in every step, or what an optimizer has done."""
+        return bool(self.every) or not isinstance(self.compressor, SparseCompressor)
+
+
+def read_method(text: str) -> PlannedMethod:
+    """The method of a name: "ddp", a compressor, a policy with one, a method by name.
+
+    Raises ValueError.
+    """
+    name = text.strip()
+    if name in (PLAIN, "fsdp"):
+        return PlannedMethod(name, plain=True)
+    found = method_of(name)
+    if found is not None:
+        recipe = found.recipe()
+        main = recipe.policy.main
+        if isinstance(recipe, LocalRecipe):
+            return PlannedMethod(
+                name, _some(main), False, recipe.every, recipe.fragments, recipe.overlap
+            )
+        return PlannedMethod(name, _some(main))
+    if name == "auto":
+        raise ValueError("'auto' chooses as it trains: plan with what it chooses from instead")
+    return PlannedMethod(name, _some(policy_of(name.partition("+")[0]).main))
+
+
+def _some(compressor: Compressor) -> Compressor | None:
+    return None if str(compressor) == "none" else compressor
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is to be predicted.
+
+    Args:
+        compute: seconds of a step without any communication.
+        nodes: sums inside of hosts first.
+        weights: what FSDP gathers parameters with; None for its own.
+        price: dollars per gigabyte that leaves a host.
+    """
+
+    model: Model
+    network: Interconnect
+    table: CodecTable
+    compute: float
+    parallel: str = "ddp"
+    nodes: bool = False
+    weights: Compressor | None = None
+    busy: float = BUSY
+    price: float = PRICE
+
+    def at(self, rate: float) -> "Setting":
+        """The same with links of so many bytes per second; uplinks stay in proportion."""
+        network = self.network
+        uplink = network.uplink * rate / network.rate
+        return replace(self, network=network._replace(rate=rate, uplink=uplink))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one method comes to.
+
+    Args:
+        speedup: over plain PyTorch.
+        egress_bytes: that leave all hosts in 1,000 steps.
+        dollars: that these cost.
+        break_even: bits per second from which on plain PyTorch is as fast; 0 if it always is,
+            infinity if it never is.
+    """
+
+    method: PlannedMethod
+    cost: StepCost
+    speedup: float
+    egress_bytes: float
+    dollars: float
+    break_even: float
+
+    def as_json(self) -> dict[str, Any]:
+        cost = self.cost
+        return {
+            "method": self.method.name,
+            "bytes_sent": cost.sent,
+            "encode_seconds": cost.encode,
+            "network_seconds": cost.network,
+            "decode_seconds": cost.decode,
+            "hidden_seconds": cost.hidden,
+            "step_seconds": cost.seconds,
+            "speedup": self.speedup,
+            "efficiency": cost.efficiency,
+            "egress_bytes_per_1000_steps": self.egress_bytes,
+            "dollars_per_1000_steps": self.dollars,
+            "break_even_bits_per_second": None if math.isinf(self.break_even) else self.break_even,
+        }
+
+
+def step_of(method: PlannedMethod, setting: Setting) -> StepCost:
+    """A step with a method."""
+    network, compute = setting.network, setting.compute
+    if setting.parallel == "fsdp":
+        return _sharded_step(method, setting)
+    if method.plain:
+        return overlapped_step(setting.model.plain(), network, compute)
+    if method.every:
+        due = setting.model.fragment(method.compressor, setting.table, method.fragments)
+        return local_step(
+            due, network, compute, method.every, method.fragments, method.overlap, setting.nodes
+        )
+    due = setting.model.compressed(method.compressor, setting.table, network.ranks)
+    return overlapped_step(due, network, compute, setting.busy, setting.nodes)
+
+
+def _sharded_step(method: PlannedMethod, setting: Setting) -> StepCost:
+    """FSDP gathers each module twice, and sums its gradients; with `weights` it gathers once."""
+    modules, plain = setting.model.modules(), Coding("plain")
+    if method.every or isinstance(method.compressor, JointCompressor):
+        raise ValueError(f"{method.name} does not go with --parallel fsdp")
+    if method.plain:
+        coding, weights = plain, plain
+    else:
+        coding = setting.table.coding(method.compressor)
+        weights = plain if setting.weights is None else setting.table.coding(setting.weights)
+    times = 2 if weights.kind == "plain" else 1
+    gathers = [Due(weights, numel, 0.0) for numel in modules] * times
+    scatters = [Due(coding, numel, 1.0) for numel in modules]
+    return waiting_step(gathers, scatters, setting.network, setting.compute)
+
+
+def break_even(method: PlannedMethod, setting: Setting) -> float:
+    """Bits per second from which on plain PyTorch is as fast, by halving an interval.
+
+    Seen from the link of the setting: the first such rate above it if the method pays there, else
+    the one below it from which on down it does.
+    """
+    plain = PlannedMethod(setting.parallel, plain=True)
+
+    def pays(bits: float) -> bool:
+        there = setting.at(bits / 8)
+        return step_of(method, there).seconds < step_of(plain, there).seconds
+
+    here = 8 * setting.network.rate
+    if pays(here):
+        if pays(FASTEST):
+            return math.inf
+        low, high = math.log2(here), math.log2(FASTEST)
+    else:
+        if not pays(SLOWEST):
+            return 0.0
+        low, high = math.log2(SLOWEST), math.log2(here)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if pays(2**middle) else (low, middle)
+    return float(2**low)
+
+
+def predict(methods: Sequence[PlannedMethod], setting: Setting) -> list[Prediction]:
+    """Plain PyTorch first, then each method."""
+    plain = PlannedMethod(setting.parallel, plain=True)
+    base = step_of(plain, setting)
+    found = []
+    for method in [plain, *(each for each in methods if not each.plain)]:
+        cost = step_of(method, setting)
+        egress = 1000 * cost.egress * setting.network.ranks
+        found.append(
+            Prediction(
+                method,
+                cost,
+                base.seconds / cost.seconds,
+                egress,
+                egress / 1e9 * setting.price,
+                math.inf if method.plain else break_even(method, setting),
+            )
+        )
+    return found
+
+
+# What to use
+
+
+def fastest(predictions: Sequence[Prediction], adam: bool = False) -> Prediction:
+    """The method with the shortest step that exchanges gradients; plain if none is worth it."""
+    plain, *others = predictions
+    able = [each for each in others if not each.method.every]
+    if adam:
+        able = [each for each in able if each.method.suits_adam]
+    best = min(able, key=lambda each: each.cost.seconds, default=plain)
+    return best if best.speedup >= WORTH else plain
+
+
+def advice(
+    predictions: Sequence[Prediction], optimizer: str | None = None, setting: Setting | None = None
+) -> str:
+    """What to use, and from which rate on it stops paying, in a sentence or two.
+
+    Args:
+        optimizer: "adam", "sgd", or None if it is not known.
+        setting: of the predictions, to say what sums inside of hosts would bring.
+    """
+    plain = predictions[0]
+    dense = fastest(predictions, adam=True)
+    best = dense if optimizer == "adam" else fastest(predictions)
+    if best is plain:
+        share = 1 - plain.cost.efficiency
+        text = (
+            f"Stay with plain {plain.method.name}: it waits {share:.0%} of a step for the network, "
+            "and no method gains 5 %."
+        )
+    else:
+        text = f"Use {best.method.name}: {_gain(best, plain)}; {_until(best)}."
+    if optimizer is None and dense is not best:
+        under = dense.method.name if dense is not plain else f"plain {plain.method.name}"
+        gain = f" ({_gain(dense, plain)})" if dense is not plain else ""
+        text += f" With Adam and its like use {under}{gain}: they do not suit sparse gradients."
+    if setting is not None:
+        text += nodes_hint([each.method for each in predictions], setting, best)
+    rounds = [each for each in predictions if each.method.every]
+    if rounds:
+        rare = min(rounds, key=lambda each: each.cost.seconds)
+        if rare.cost.seconds * WORTH < best.cost.seconds:
+            text += (
+                f" If your training stands local steps, {rare.method.name} takes "
+                f"{show_seconds(rare.cost.seconds)}."
+            )
+    return text
+
+
+def nodes_hint(methods: Sequence[PlannedMethod], setting: Setting, best: Prediction) -> str:
+    """What sums inside of hosts would bring, in a sentence; nothing if that is not much."""
+    s = setting.network.ranks_per_host
+    if s == 1 or setting.nodes or setting.parallel != "ddp" or setting.network.hosts == 1:
+        return ""
+    inside = replace(setting, nodes=True)
+    able = [each for each in methods if not each.every and not each.plain]
+    if best.method.suits_adam:
+        able = [each for each in able if each.suits_adam]
+    steps = [(step_of(each, inside).seconds, each.name) for each in able]
+    seconds, name = min(steps, default=(math.inf, ""))
+    if seconds * WORTH >= best.cost.seconds:
+        return ""
+    return (
+        f" With sums inside of hosts first (nodes={s}), {name} would take {show_seconds(seconds)}."
+    )
+
+
+def _gain(one: Prediction, plain: Prediction) -> str:
+    step, before = show_seconds(one.cost.seconds), show_seconds(plain.cost.seconds)
+    return f"{step} per step instead of {before}, {show_ratio(one.speedup)} faster"
+
+
+def _until(one: Prediction) -> str:
+    if math.isinf(one.break_even):
+        return "it pays at any rate of the link"
+    return f"it stops paying from {show_rate(one.break_even)} on"

@@ -1,0 +1,302 @@
+"use strict";
+/* The formulas of thinwire.collectives.costs, thinwire.plan.sizes and thinwire.plan.predict once
+   more: tests/test_plan_page.py holds them against each other in a browser. Constants come from
+   Python, as C. */
+function planner(C) {
+  const ranksOf = n => n.hosts * n.ranks_per_host;
+  const tripOf = n => 2 * (n.delay + (n.racks > 1 ? n.uplink_delay : 0));
+  const aligned = length => Math.ceil(length / C.ALIGNMENT) * C.ALIGNMENT;
+  const roomOf = p => Math.min(C.MOST_ROOM, Math.max(C.LEAST_ROOM, aligned(Math.floor(C.ROOM / (p - 1)))));
+  const recordBytes = p => aligned(8 * (C.HEADER + C.FIELDS + p));
+  const nothing = { seconds: 0, sent: 0, egress: 0, work: 0, rounds: 0 };
+  const then = (a, b) => ({
+    seconds: a.seconds + b.seconds, sent: a.sent + b.sent, egress: a.egress + b.egress,
+    work: a.work + b.work, rounds: a.rounds + b.rounds,
+  });
+
+  function slowStart(bytes, rate, trip) {
+    if (!trip || bytes <= C.FIRST_WINDOW) return 0;
+    const allSent = Math.ceil(Math.log2(1 + bytes / C.FIRST_WINDOW)) - 1;
+    const linkFull = Math.ceil(Math.log2(Math.max(1, rate * trip / C.FIRST_WINDOW)));
+    const j = Math.min(allSent, linkFull);
+    return Math.max(0, j * trip - C.FIRST_WINDOW * (2 ** j - 1) / rate);
+  }
+
+  function direct(n, message, cold) {
+    const p = ranksOf(n), h = n.ranks_per_host;
+    if (p === 1) return nothing;
+    const out = h * (p - h) * message;
+    const inRack = Math.floor(p / n.racks);
+    const up = inRack * (p - inRack) * message;
+    const rate = n.rate * (n.hosts > 2 ? C.CROWDED : 1);
+    const together = p * (p - 1) * message / n.together;
+    const seconds = Math.max(
+      C.FRAMING * out / rate,
+      n.racks > 1 ? C.FRAMING * up / (C.CROWDED_UPLINK * n.uplink) : 0,
+      (h - 1) * message / n.inside,
+      together);
+    const software = n.start + (p - 1) * n.peer;
+    let waits = software + tripOf(n);
+    if (cold && n.hosts > 1) waits += slowStart(message, n.rate / (h * (p - h)), tripOf(n));
+    return {
+      seconds: waits + seconds, sent: (p - 1) * message, egress: out / h,
+      work: software + together, rounds: 1,
+    };
+  }
+
+  function ring(n, hops, chunk, cold) {
+    const p = ranksOf(n);
+    if (p === 1) return nothing;
+    const together = p * chunk / n.together;
+    const seconds = Math.max(
+      n.hosts > 1 ? C.FRAMING * chunk / n.rate : 0,
+      n.racks > 1 ? C.FRAMING * chunk / n.uplink : 0,
+      n.ranks_per_host > 1 ? chunk / n.inside : 0,
+      together);
+    const software = n.start + n.peer, trip = tripOf(n);
+    const half = p === 2 ? seconds : seconds / 2;
+    let waits = hops * (software + Math.max(0, trip + half - seconds));
+    if (cold && n.hosts > 1) waits += slowStart(hops * chunk, n.rate, trip);
+    return {
+      seconds: waits + hops * seconds, sent: hops * chunk,
+      egress: n.hosts > 1 ? hops * chunk / n.ranks_per_host : 0,
+      work: hops * (software + together), rounds: hops,
+    };
+  }
+
+  function treeSum(n, message) {
+    const levels = Math.ceil(Math.log2(n.hosts));
+    const sent = 2 * (n.hosts - 1) / n.hosts * message;
+    const slowest = Math.min(n.rate, n.racks > 1 ? n.uplink : Infinity);
+    return {
+      seconds: 2 * levels * (n.start + tripOf(n) / 2) + C.FRAMING * sent / slowest, sent,
+      egress: sent / n.ranks_per_host, work: 2 * levels * n.start, rounds: 2 * levels,
+    };
+  }
+
+  const meeting = (n, along, cold) => direct(n, recordBytes(ranksOf(n)) + (along || 0), cold);
+
+  function plain(n, message, cold) {
+    if (n.trees && n.hosts > 1) return treeSum(n, message);
+    const p = ranksOf(n);
+    return ring(n, 2 * (p - 1), message / p, cold);
+  }
+  function summable(n, message, cold) {
+    if ((ranksOf(n) - 1) * message <= C.MOST_SUMMED) return meeting(n, message, cold);
+    return then(meeting(n), plain(n, message, cold));
+  }
+  function gather(n, message, cold) {
+    const p = ranksOf(n);
+    if (message <= roomOf(p)) return meeting(n, message, cold);
+    return then(meeting(n), ring(n, p - 1, aligned(message), cold));
+  }
+  function swap(n, message, cold) {
+    const p = ranksOf(n), shard = message / p;
+    if (shard <= roomOf(p)) return meeting(n, shard, cold);
+    return then(meeting(n), direct(n, aligned(shard), cold));
+  }
+  const twoshot = (n, message, cold) =>
+    then(swap(n, message, cold), gather(n, message / ranksOf(n)));
+  const sparse = (n, message, cold) => then(
+    message <= roomOf(ranksOf(n)) ? nothing : meeting(n), twoshot(n, message, cold));
+  const joint = (n, message, cold, first) =>
+    then(summable(n, first * message, cold), summable(n, (1 - first) * message));
+  const COLLECTIVES = { plain, summable, gather, twoshot, sparse };
+
+  function hierarchical(n, message, inner, flat, cold) {
+    const s = n.ranks_per_host;
+    const own = { ...n, hosts: 1, delay: 0, uplink_delay: 0, racks: 1, together: Infinity };
+    const inside = s > 1 ? direct(own, inner / s) : nothing;
+    const share = { ...n, ranks_per_host: 1, rate: n.rate / s, uplink: n.uplink / s, inside: Infinity };
+    const between = COLLECTIVES[flat](share, message / s, cold);
+    const meetings = then(then(meeting(n), meeting(n)), meeting(n));
+    return then(then(then(meetings, inside), between), inside);
+  }
+
+  function collectiveOf(coding, message, p) {
+    if (["plain", "summable", "joint"].includes(coding.kind)) return coding.kind;
+    const gathered = message * (p - 1), other = message * (p - 1) * (2 / p);
+    if (other > C.TWICE * gathered || gathered - other < C.SMALL) return "gather";
+    return coding.kind === "elements" ? "sparse" : "twoshot";
+  }
+
+  function codecSeconds(c, collective, n, p) {
+    if (collective === "plain") return [0, 0, 0];
+    const encode = c.call + c.encode * n, decode = c.call + c.decode * n;
+    if (collective === "summable" || collective === "joint") return [encode, 0, decode];
+    if (collective === "gather") return [encode, 0, decode + (p - 1) * (c.call + c.add * n)];
+    const shard = n / p;
+    const between = (p - 1) * (c.call + c.add * shard) + c.call + c.encode * shard;
+    return [collective === "sparse" ? encode : encode * (p - 1) / p, between, decode];
+  }
+
+  function exchangeCost(coding, numel, n, nodes, cold) {
+    const p = ranksOf(n), s = n.ranks_per_host;
+    if (p === 1) return { encode: 0, moving: 0, between: 0, decode: 0, sent: 0, egress: 0, work: 0, rounds: 0 };
+    let members = p, share = 1, adding = 0, collective, found;
+    if (nodes && s > 1 && n.hosts > 1 && coding.kind !== "plain" && coding.kind !== "joint") {
+      members = n.hosts;
+      share = 1 / s;
+      collective = collectiveOf(coding, coding.frame * numel * share, members);
+      found = hierarchical(n, coding.frame * numel, 4 * numel, collective, cold);
+      adding = numel / n.inside * 4 * 2 * (s - 1) / s;
+    } else {
+      collective = collectiveOf(coding, coding.frame * numel, members);
+      found = collective === "joint"
+        ? joint(n, coding.frame * numel, cold, coding.first)
+        : COLLECTIVES[collective](n, coding.frame * numel, cold);
+    }
+    let [encode, between, decode] = codecSeconds(coding, collective, numel * share, members);
+    encode += coding.exchange;
+    between += adding;
+    return {
+      encode, moving: found.seconds + between, between, decode, sent: found.sent,
+      egress: found.egress, work: encode + between + decode + found.work, rounds: found.rounds,
+    };
+  }
+
+  function overlappedStep(exchanges, n, compute, busy, nodes) {
+    let prepared = 0, ended = 0, began = 0, late = 0, work = 0, before = 0, link = 0, last = 0;
+    let encode = 0, moving = 0, decode = 0, sent = 0, egress = 0;
+    const known = new Map();
+    exchanges.forEach(([coding, numel, ready], number) => {
+      const cold = number === 0 && compute > C.IDLE;
+      const key = `${coding.kind} ${coding.frame} ${numel} ${cold}`;  // most buckets are alike
+      if (!known.has(key)) known.set(key, exchangeCost(coding, numel, n, nodes, cold));
+      const cost = known.get(key);
+      const arrived = ready * compute + late;
+      if (coding.kind === "plain") {
+        const waits = Math.min(cost.moving, cost.rounds * tripOf(n));
+        began = Math.max(arrived, before);
+        before = ended;
+        link = Math.max(link, began) + cost.moving - waits;
+        ended = Math.max(link, began + cost.moving);
+      } else {
+        prepared = Math.max(arrived, began) + cost.encode;
+        began = Math.max(prepared, ended);
+        ended = began + cost.moving + cost.decode;
+      }
+      last = Math.max(last, ended);
+      late += busy * cost.encode;
+      work += cost.work;
+      encode += cost.encode + cost.between;
+      moving += cost.moving - cost.between;
+      decode += cost.decode;
+      sent += cost.sent;
+      egress += cost.egress;
+    });
+    const seconds = Math.max(compute + busy * work, last);
+    const hidden = Math.max(0, encode + moving + decode - (seconds - compute));
+    return { compute, encode, network: moving, decode, hidden, seconds, sent, egress };
+  }
+
+  function localStep(exchanges, n, compute, every, fragments, overlap, nodes) {
+    let encode = 0, moving = 0, decode = 0, sent = 0, egress = 0;
+    for (const [coding, numel] of exchanges) {
+      const cost = exchangeCost(coding, numel, n, nodes, compute > C.IDLE);
+      encode += cost.encode + cost.between;
+      moving += cost.moving - cost.between;
+      decode += cost.decode;
+      sent += cost.sent;
+      egress += cost.egress;
+    }
+    const talking = encode + moving + decode;
+    const waiting = Math.max(0, talking - overlap * compute), share = fragments / every;
+    return {
+      compute, encode: share * encode, network: share * moving, decode: share * decode,
+      hidden: share * (talking - waiting), seconds: compute + share * waiting,
+      sent: share * sent, egress: share * egress,
+    };
+  }
+
+  // Sizes: a transformer of so many parameters.
+  const widthOf = parameters => (C.WIDTH_PER_LAYER * parameters / C.MATRICES) ** (1 / 3);
+  const vectorShare = parameters => C.VECTORS / (C.MATRICES * widthOf(parameters) + C.VECTORS);
+
+  function lowRank(parameters, rank) {
+    const d = widthOf(parameters), vectors = vectorShare(parameters), sides = C.ROWS + C.COLUMNS;
+    const share = Math.min(1, rank * sides / (C.MATRICES * d));
+    const first = vectors + (1 - vectors) * share * C.ROWS / sides;
+    const second = (1 - vectors) * share * C.COLUMNS / sides;
+    return [C.WIDTH * (first + second), first / (first + second)];
+  }
+
+  function buckets(parameters) {
+    const found = [];
+    let done = 0;
+    while (done < parameters) {
+      const room = (found.length ? C.BUCKET : C.FIRST_BUCKET) / C.WIDTH;
+      const numel = Math.min(room, parameters - done);
+      done += numel;
+      found.push([numel, C.FORWARD + (1 - C.FORWARD) * done / parameters]);
+    }
+    return found;
+  }
+
+  function exchangesOf(parameters, coding, uncompressed) {
+    if (coding.kind === "joint") return [[coding, parameters, 1]];
+    const all = buckets(parameters);
+    if (coding.kind === "plain") return all.map(([numel, ready]) => [coding, numel, ready]);
+    const vectors = vectorShare(parameters), due = [];
+    let pending = 0;
+    all.forEach(([numel, ready], number) => {
+      due.push([coding, (1 - vectors) * numel, ready]);
+      pending += vectors * numel;
+      if (C.WIDTH * pending >= C.DENSE_ENOUGH || number === all.length - 1) {
+        due.push([uncompressed, pending, ready]);
+        pending = 0;
+      }
+    });
+    return due;
+  }
+
+  function codingOf(method, parameters) {
+    if (!method.rank) return method.coding;
+    const [frame, first] = lowRank(parameters, method.rank);
+    return { ...method.coding, frame, first };
+  }
+
+  /* A step with a method; a setting has network, parameters, compute, busy, nodes. */
+  function stepOf(method, setting, uncompressed) {
+    const { network, parameters, compute, busy, nodes } = setting;
+    const coding = codingOf(method, parameters);
+    if (!method.every) {
+      const due = exchangesOf(parameters, coding, uncompressed);
+      return overlappedStep(due, network, compute, method.plain ? 0 : busy, nodes && !method.plain);
+    }
+    const numel = parameters / method.fragments, vectors = vectorShare(parameters);
+    const due = coding.kind === "joint" ? [[coding, numel]]
+      : [[uncompressed, vectors * numel], [coding, (1 - vectors) * numel]];
+    return localStep(due, network, compute, method.every, method.fragments, method.overlap, nodes);
+  }
+
+  function at(setting, rate) {
+    const uplink = setting.network.uplink * rate / setting.network.rate;
+    return { ...setting, network: { ...setting.network, rate, uplink } };
+  }
+
+  /* Bits per second from which on plain PyTorch is as fast. */
+  function breakEven(method, plainMethod, setting, uncompressed) {
+    const pays = bits => {
+      const there = at(setting, bits / 8);
+      return stepOf(method, there, uncompressed).seconds
+        < stepOf(plainMethod, there, uncompressed).seconds;
+    };
+    const here = 8 * setting.network.rate;
+    let low, high;
+    if (pays(here)) {
+      if (pays(C.FASTEST)) return Infinity;
+      [low, high] = [Math.log2(here), Math.log2(C.FASTEST)];
+    } else {
+      if (!pays(C.SLOWEST)) return 0;
+      [low, high] = [Math.log2(C.SLOWEST), Math.log2(here)];
+    }
+    for (let i = 0; i < C.HALVINGS; i++) {
+      const middle = (low + high) / 2;
+      if (pays(2 ** middle)) low = middle; else high = middle;
+    }
+    return 2 ** low;
+  }
+
+  return { stepOf, breakEven, at };
+}
