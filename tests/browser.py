@@ -139,7 +139,7 @@ def evaluate(script: str, folder: Path) -> Any:
     page = folder / "script.html"
     text = f"document.title = JSON.stringify((() => {{ {script} }})());"
     page.write_text(f"<!doctype html><meta charset=utf-8><script>{text}</script>", encoding="utf-8")
-    dom, said = _browse(page)
+    dom, said = _browse(page, "--dump-dom")
     found = re.search(r"<title>(.+?)</title>", dom, re.DOTALL)
     assert found, f"the script did not end; Chromium said:\n{said}"
     return json.loads(html.unescape(found[1]))

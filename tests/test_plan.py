@@ -209,7 +209,7 @@ def test_the_rule_is_that_of_the_collectives() -> None:
         for message in (100, 10_000, MB):
             for ranks in (2, 3, 4, 8, 100):
                 assert costs.collective_of(coding, message, ranks) == choosing.choose(
-                    compressor, message, ranks
+                    [compressor], message, ranks
                 )
 
 
