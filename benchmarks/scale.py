@@ -70,7 +70,11 @@ def scale_rows() -> list[dict[str, Any]]:
         model = UniformModel(parameters)
         for method, collective in WAYS:
             compressor = None if method == "ddp" else tw.parse(method)
-            due = model.plain() if method == "ddp" else model.compressed(compressor, table)
+            due = (
+                model.plain()
+                if method == "ddp"
+                else model.compressed(compressor, table, world.ranks)
+            )
             step = simulate_step(world, due, compute, collective)
             row = {"scene": name, "method": method, "collective": collective}
             row |= {"step": step.seconds, "efficiency": step.efficiency, "sent": step.sent}
@@ -172,7 +176,11 @@ def powersgd() -> list[dict[str, Any]]:
     paper = {"SGD": 0.312, "powersgd:1": 0.229, "powersgd:2": 0.239, "powersgd:4": 0.260}
     rows = []
     for name, theirs in paper.items():
-        due = model.plain() if name == "SGD" else model.compressed(tw.parse(name), table)
+        due = (
+            model.plain()
+            if name == "SGD"
+            else model.compressed(tw.parse(name), table, network.ranks)
+        )
         # They exchange when backward has ended.
         due = [each._replace(ready=1.0) for each in due]
         ours = overlapped_step(due, network, compute).seconds
@@ -187,7 +195,11 @@ def dgc() -> dict[str, float]:
 
     def speedup(bits: float, compute: float, spec: str | None) -> float:
         network = Interconnect(64, bits / 8, start=5e-5, peer=1e-6, trees=True)
-        due = model.plain() if spec is None else model.compressed(tw.parse(spec), table)
+        due = (
+            model.plain()
+            if spec is None
+            else model.compressed(tw.parse(spec), table, network.ranks)
+        )
         return 64 * overlapped_step(due, network, compute).efficiency
 
     low, high = 1e-3, 10.0

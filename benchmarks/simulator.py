@@ -40,7 +40,7 @@ def step_seconds(ranks: int, parameters: int) -> list[dict[str, Any]]:
     table, model = shipped()["cores-16"], UniformModel(parameters)
     small = make_world(8, 1e9)
     simulate_step(small, model.plain(), 1.0, "plain")  # compiles
-    simulate_step(small, model.compressed(tw.parse("quantize:4"), table), 1.0)
+    simulate_step(small, model.compressed(tw.parse("quantize:4"), table, 8), 1.0)
     rows = []
     for method, collective in (
         ("ddp", "plain"),
@@ -49,7 +49,7 @@ def step_seconds(ranks: int, parameters: int) -> list[dict[str, Any]]:
         ("quantize:4", "tree"),
         ("quantize:4", "grouped"),
     ):
-        due = model.plain() if method == "ddp" else model.compressed(tw.parse(method), table)
+        due = model.plain() if method == "ddp" else model.compressed(tw.parse(method), table, ranks)
         begin = time.perf_counter()
         found = simulate_step(world, due, 1.0, collective)
         seconds = time.perf_counter() - begin

@@ -121,7 +121,7 @@ def test_a_step_of_equal_ranks_is_that_of_the_formulas() -> None:
     table, ranks = shipped()["cores-1"], 8
     world, network = make_world(ranks, RATE), Interconnect(ranks, RATE)
     for spec in ("quantize:4", "topk:0.01", "cast:bf16"):
-        due = UniformModel(10**7).compressed(tw.parse(spec), table)
+        due = UniformModel(10**7).compressed(tw.parse(spec), table, ranks)
         found = simulate_step(world, due, 0.1)
         # Eight that begin together are no crowd: the formula lies above by at most that.
         formula = overlapped_step(due, network, 0.1).seconds
@@ -150,7 +150,7 @@ def test_aggregated_messages_take_as_long_as_each_by_itself(
 
 
 def due_of(parameters: int = 10**6) -> list[Any]:
-    return UniformModel(parameters).compressed(tw.parse("quantize:4"), shipped()["cores-1"])
+    return UniformModel(parameters).compressed(tw.parse("quantize:4"), shipped()["cores-1"], 8)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
