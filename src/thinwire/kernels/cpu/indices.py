@@ -48,22 +48,32 @@ def rice_parameter(positions: torch.Tensor, guess: int) -> tuple[int, int]:
 
 @jit
 def _rice_encode(positions, parameter, unary, low):
-    before, at, bit = np.int64(-1), np.int64(0), np.int64(0)
+    """Words are put together in registers: each is written once, to memory that holds zeros."""
+    before, at, word = np.int64(-1), np.int64(0), np.int64(0)
+    ones, rests, fill, done = u64(0), u64(0), 0, 0
     mask = (np.int64(1) << parameter) - 1
     for i in range(positions.size):
         here = np.int64(positions[i])
         gap = here - before - 1
         before = here
         at += gap >> parameter
-        unary[at >> 6] |= u64(1) << u64(at & 63)
+        if at >> 6 != word:
+            unary[word] = ones
+            word, ones = at >> 6, u64(0)
+        ones |= u64(1) << u64(at & 63)
         at += 1
-        if parameter:
-            rest = u64(gap & mask)
-            word, shift = bit >> 6, bit & 63
-            low[word] |= rest << u64(shift)
-            if shift + parameter > 64:
-                low[word + 1] |= rest >> u64(64 - shift)
-            bit += parameter
+        rest = u64(gap & mask)
+        rests |= rest << u64(fill)
+        fill += parameter
+        if fill >= 64:
+            low[done] = rests
+            done += 1
+            fill -= 64
+            rests = rest >> u64(parameter - fill)
+    if positions.size:
+        unary[word] = ones
+    if fill:
+        low[done] = rests
 
 
 def rice_encode(positions: torch.Tensor, parameter: int, unary_words: int) -> torch.Tensor:

@@ -10,7 +10,6 @@ import math
 import numpy as np
 import torch
 
-from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import (
     ADD,
     INFINITY_BITS,
@@ -26,7 +25,7 @@ from thinwire.kernels.cpu.jit import (
 )
 from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words
-from thinwire.kernels.cpu.sparse import arrays
+from thinwire.kernels.cpu.source import Source
 from thinwire.kernels.key import Key
 
 RUN = 512  # elements handled at once when one scale serves the whole tensor
@@ -148,32 +147,27 @@ def encode_uniform(
     power of two that the levels suffice for: then what was decoded is encoded without any error.
     Stochastic with a `key`, else nearest.
     """
-    xs, rs = arrays(x, r)
-    n = xs.size
+    source = Source(x, r)
+    n, dtype = source.size, source.dtype
     given = rule == "given"
     each = RUN if block is None else block
-    info = np.finfo(xs.dtype)
+    info = np.finfo(dtype)
     # The largest scale whose product with the limit is finite, also when rounding goes up.
     ceiling = float(info.max) / limit * (1 - 4 * float(info.eps))
     if rule == "power":
         ceiling = 2.0 ** (math.frexp(ceiling)[1] - 1)
-    bounds = TINY[xs.dtype], float(info.max), ceiling
-    scales = (
-        np.full(1, min(scale, ceiling), xs.dtype) if given else np.empty(-(-n // each), xs.dtype)
-    )
+    bounds = TINY[dtype], float(info.max), ceiling
+    scales = np.full(1, min(scale, ceiling), dtype) if given else np.empty(-(-n // each), dtype)
     packed = np.empty(packed_bytes(n, width), np.uint8)
     words = key_words(key)
 
-    def work(lo, hi):
+    def work(lo, hi, xs, rs):
         own = scales if given else scales[lo // each :]
         out = packed[packed_bytes(lo, width) :]
-        return _encode(
-            xs[lo:hi], rs[lo:hi], lo, own, out, each, limit, width, RULES[rule], bounds,
-            words,
-        )  # fmt: skip
+        return _encode(xs, rs, lo, own, out, each, limit, width, RULES[rule], bounds, words)
 
-    tops = threads.run(work, threads.ranges(n, block or SPAN))
-    if not given and max(tops) >= INFINITY_BITS[xs.dtype]:
+    tops = source.scan(work, block or SPAN)
+    if not given and max(tops) >= INFINITY_BITS[dtype]:
         return None
     return torch.from_numpy(scales), torch.from_numpy(packed)
 
@@ -215,23 +209,13 @@ def add_uniform(
 ) -> None:
     """out += weight * value, after zeroing out (`fresh`) or adding another tensor (`plus`)."""
     o, levels, s = out.numpy(), packed.numpy(), scales.numpy()
-    other = o if plus is None else plus.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
     each = RUN if block is None else block
     w = o.dtype.type(weight)
 
-    def work(lo, hi):
+    def work(lo, hi, other, _):
         own = s if s.size == 1 else s[lo // each : -(-hi // each)]
-        _add(
-            o[lo:hi],
-            mode,
-            other[lo:hi],
-            levels[packed_bytes(lo, width) :],
-            own,
-            each,
-            limit,
-            width,
-            w,
-        )
+        begin = packed_bytes(lo, width)
+        _add(o[lo:hi], mode, other, levels[begin:], own, each, limit, width, w)
 
-    threads.run(work, threads.ranges(o.size, block or SPAN))
+    Source(out if plus is None else plus).scan(work, block or SPAN)
