@@ -11,7 +11,7 @@ from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, from_ordered, jit
 from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words
 from thinwire.kernels.cpu.source import Source
-from thinwire.kernels.cpu.uniform import RUN, SPAN, TINY
+from thinwire.kernels.cpu.uniform import RUN, TINY, WHOLE, span_of
 from thinwire.kernels.key import Key
 
 
@@ -53,7 +53,7 @@ def _scale(low, high, top, tiny, highest, shrink):
 def _encode(x, r, first, lows, scales, packed, block, width, given, bounds, key):
     tiny, highest, shrink = bounds
     top = np.float64((1 << width) - 1)
-    span = block * max(1, SPAN // block)
+    span = span_of(block, width)
     buffer = np.empty(min(block, x.size), x.dtype)
     levels = np.empty(min(span, x.size), np.uint8)
     words = np.empty(span + 1024 if key.size else 0, np.uint32)
@@ -113,7 +113,7 @@ def encode_affine(
         out = lows[skip:], scales[skip:], packed[packed_bytes(lo, width) :]
         return _encode(xs, rs, lo, *out, each, width, given, bounds, words)
 
-    if any(source.scan(work, block or SPAN)):
+    if any(source.scan(work, block or WHOLE)):
         return None
     return torch.from_numpy(lows), torch.from_numpy(scales), torch.from_numpy(packed)
 
@@ -127,7 +127,7 @@ def _values(levels, base, unit, out):
 @jit
 def _add(out, mode, x, packed, lows, scales, block, width, weight):
     one = scales.size == 1
-    span = block * max(1, SPAN // block)
+    span = span_of(block, width)
     levels = np.empty(min(span, out.size), np.uint8)
     values = np.empty(min(block, out.size), scales.dtype)
     for lo in range(0, out.size, span):
@@ -165,4 +165,4 @@ def add_affine(
         own = levels[packed_bytes(lo, width) :]
         _add(o[lo:hi], mode, other, own, low[cut], scale[cut], each, width, w)
 
-    Source(out if plus is None else plus).scan(work, block or SPAN)
+    Source(out if plus is None else plus).scan(work, block or WHOLE)

@@ -46,13 +46,15 @@ class Source:
 
     def __init__(self, x: torch.Tensor, r: torch.Tensor | None = None) -> None:
         self._widen = _WIDEN.get(x.dtype)
-        self._x = x.numpy() if self._widen is None else x.view(torch.int16).numpy().view(np.uint16)
-        self.dtype = self._x.dtype if self._widen is None else np.dtype(np.float32)
+        self._x: Any = (x if self._widen is None else x.view(torch.int16)).numpy()
+        if self._widen is not None:
+            self._x = self._x.view(np.uint16)
+        self.dtype: np.dtype[Any] = np.dtype(np.float32 if self._widen else self._x.dtype)
         self._r = np.empty(0, self.dtype) if r is None else r.numpy()
 
     @property
     def size(self) -> int:
-        return self._x.size
+        return int(self._x.size)
 
     @property
     def narrow(self) -> bool:

@@ -11,6 +11,8 @@ down, serves the next. It decides how long that takes and nothing else: the choi
 candidates is exact, and where they are too few a sample of the chunk is taken, or all of it.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numba.cpython.unsafe.numbers import trailing_zeros
@@ -122,9 +124,8 @@ def _candidates(source: Source, k: int):
     # Large values may all lie in one range, so each has room for all of them.
     room = (min(n, int(n * share * 1.5)) + 1024) // WORD * WORD  # so that all are aligned
     memory = threads.scratch(len(parts) * room * sum(kind.itemsize for kind in kinds))
-    buffers = {}
+    buffers: dict[int, list[Any]] = {lo: [] for lo, _ in parts}
     for lo, _ in parts:
-        buffers[lo] = []
         for kind in kinds:
             taken, memory = np.split(memory, [room * kind.itemsize])
             buffers[lo].append(taken.view(kind))

@@ -23,16 +23,23 @@ from thinwire.kernels.cpu.jit import (
     power_above,
     sum_jit,
 )
-from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
+from thinwire.kernels.cpu.levels import TRITS, pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words
 from thinwire.kernels.cpu.source import Source
 from thinwire.kernels.key import Key
 
 RUN = 512  # elements handled at once when one scale serves the whole tensor
-SPAN = 5120  # elements handled at once, in the cache; a multiple of 5, 8 and 512
+SPAN = 512  # elements handled at once, as few as random words come in: so all stays near
+WHOLE = 5 * SPAN  # a multiple of 5 and 8, so that no byte is shared
 TINY = {np.dtype(np.float32): 2.0**-118, np.dtype(np.float64): 2.0**-800}
 PEAK, NORM, GIVEN, POWER = 0, 1, 2, 3
 RULES = {"max": PEAK, "l2": NORM, "given": GIVEN, "power": POWER}
+
+
+@jit
+def span_of(block, width):
+    """Elements handled at once: whole blocks, whole bytes."""
+    return block * max(1, (WHOLE if width == TRITS else SPAN) // block)
 
 
 @sum_jit
@@ -97,7 +104,7 @@ def _scale(buffer, bits, limit, rule, tiny, highest, ceiling):
 @jit
 def _encode(x, r, first, scales, packed, block, limit, width, rule, bounds, key):
     """Quantise one range; return the largest magnitude's bits."""
-    span = block * max(1, SPAN // block)
+    span = span_of(block, width)
     buffer = np.empty(min(block, x.size), x.dtype)
     levels = np.empty(min(span, x.size), np.uint8)
     words = np.empty(span + 1024 if key.size else 0, np.uint32)
@@ -166,7 +173,7 @@ def encode_uniform(
         out = packed[packed_bytes(lo, width) :]
         return _encode(xs, rs, lo, own, out, each, limit, width, RULES[rule], bounds, words)
 
-    tops = source.scan(work, block or SPAN)
+    tops = source.scan(work, block or WHOLE)
     if not given and max(tops) >= INFINITY_BITS[dtype]:
         return None
     return torch.from_numpy(scales), torch.from_numpy(packed)
@@ -181,7 +188,7 @@ def _values(levels, limit, scale, out):
 @jit
 def _add(out, mode, x, packed, scales, block, limit, width, weight):
     one = scales.size == 1
-    span = block * max(1, SPAN // block)
+    span = span_of(block, width)
     levels = np.empty(min(span, out.size), np.uint8)
     values = np.empty(min(block, out.size), scales.dtype)
     for lo in range(0, out.size, span):
@@ -218,4 +225,4 @@ def add_uniform(
         begin = packed_bytes(lo, width)
         _add(o[lo:hi], mode, other, levels[begin:], own, each, limit, width, w)
 
-    Source(out if plus is None else plus).scan(work, block or SPAN)
+    Source(out if plus is None else plus).scan(work, block or WHOLE)
