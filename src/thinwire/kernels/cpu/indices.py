@@ -16,6 +16,7 @@ from thinwire.kernels.cpu.jit import jit
 from thinwire.kernels.cpu.sparse import index_dtype
 
 u64 = np.uint64
+LEAST = 1 << 12  # words of a unary stream for each thread, or for one alone
 
 
 @jit
@@ -136,8 +137,8 @@ def rice_decode(words: torch.Tensor, count: int, parameter: int, unary_words: in
     """The positions, or None if the streams do not hold exactly `count` of them below n."""
     stream = words.numpy().view(u64)
     unary, low = stream[:unary_words], stream[unary_words:]
-    parts = threads.ranges(unary_words, least=1 << 14)
-    found = threads.run(lambda lo, hi: _ones(unary[lo:hi]), parts)
+    parts = threads.ranges(unary_words, least=LEAST)
+    found = [_ones(unary[lo:hi]) for lo, hi in parts]  # takes no longer than to hand it over
     if sum(ones for ones, _ in found) != count:
         return None
     firsts = list(itertools.accumulate((ones for ones, _ in found), initial=0))

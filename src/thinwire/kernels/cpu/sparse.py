@@ -28,7 +28,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 SAMPLE = 1 << 15
 SMALL = PIECE  # elements; up to here all is done at once, in one piece
 NEAR = 1 << 11  # elements whose memory stays in the first-level cache
-REGION = 1 << 20  # elements; 4 MB of float32 stay in the last-level cache
+REGION = 1 << 19  # elements; 2 MB of float32 stay in the last-level cache
 COUNTED = 1 << 17  # elements; 1 MB of float32 and counts stay in the second-level cache
 FEW = 256  # samples of a chunk
 # A 32nd of a power of two, in the bits of a magnitude: by how much a bound moves.

@@ -26,6 +26,11 @@ def power_above(p: Tensor) -> Tensor:
     return ((p.view(bits) + mask) & ~mask).view(p.dtype)
 
 
+def _quotient(number: float, divisors: Tensor) -> Tensor:
+    """With one rounding: torch multiplies a number by the reciprocals, which is two."""
+    return torch.full_like(divisors, number) / divisors
+
+
 def _scales(rows: Tensor, limit: int, rule: str) -> tuple[Tensor, Tensor]:
     """The scale of each row and what to multiply by to get levels (zero for tiny rows)."""
     peak = rows.abs().amax(1)
@@ -33,13 +38,13 @@ def _scales(rows: Tensor, limit: int, rule: str) -> tuple[Tensor, Tensor]:
         wide = peak.double()
         norm = wide * (rows.double() / wide.clamp_min(1e-300).unsqueeze(1)).square().sum(1).sqrt()
         norm = norm.clamp_max(torch.finfo(rows.dtype).max)
-        scale, inverse = (norm / limit).to(rows.dtype), (limit / norm).to(rows.dtype)
+        scale, inverse = (norm / limit).to(rows.dtype), _quotient(limit, norm).to(rows.dtype)
     elif rule == "power":
         scale = power_above(peak / limit)
         scale = scale.clamp_max(2.0 ** (math.frexp(highest_scale(rows.dtype, limit))[1] - 1))
         inverse = 1 / scale
     else:
-        scale, inverse = peak / limit, limit / peak
+        scale, inverse = peak / limit, _quotient(limit, peak)
     tiny = peak < TINY[rows.dtype]
     scale = scale.clamp_max(highest_scale(rows.dtype, limit))
     return scale.masked_fill(tiny, 0), inverse.masked_fill(tiny, 0)
