@@ -80,9 +80,8 @@ def _stochastic(buffer, inverse, limit, words, levels):
         v = _clamp(buffer[i] * inverse, edge)
         down = np.floor(v)
         u = buffer.dtype.type(np.int32(words[i] >> np.uint32(8))) * unit
-        level = np.int32(down)
-        level = np.int32(level + np.int32(1)) if u < v - down else level
-        levels[i] = np.uint8(np.int32(level + np.int32(limit)))
+        level = np.int32(np.int32(down) + np.int32(limit))
+        levels[i] = np.uint8(np.int32(level + np.int32(u < v - down)))
 
 
 @jit
