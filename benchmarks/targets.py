@@ -5,7 +5,8 @@
 
 Rounds interleave ``r += g`` and all candidates, so that whatever else the machine does falls on all
 alike; figures are medians over rounds. Needs a machine that is otherwise idle: a memory pass slows
-down less than computation when another process takes a core.
+down less than computation when another process takes a core. After work of torch there is a pause:
+its threads go on spinning for some milliseconds, and would take a core from what is timed next.
 """
 
 import argparse
@@ -26,10 +27,11 @@ from rich.console import Console
 
 import thinwire as tw
 from thinwire.bench.results import TensorResults, document, ratio
-from thinwire.bench.run import prepare, run, shown
+from thinwire.bench.run import PAUSE, prepare, run, shown
 from thinwire.bench.settings import BenchSettings, read_size
 from thinwire.lab import Loopback
 
+PASSES = {"topk:0.01": 2.5, "qsgd:7": 3, "onebit": 3}
 DENSE = ("randomk:0.01", "scaledsign", "onebit", "quantize:8", "quantize:4", "quantize:2", "qsgd:7")
 SMALL = ("topk:0.01", "quantize:8", "quantize:4")
 CALLED = ("quantize:4", "topk:0.01")
@@ -43,7 +45,9 @@ def encoding(group: TensorResults) -> list[Target]:
         top = row.compressor == "topk:0.01"
         results += [
             Target.at_most(
-                f"{row.compressor}: encode, passes of r += g", passes, 3 if top else 3.5
+                f"{row.compressor}: encode, passes of r += g",
+                passes,
+                PASSES.get(row.compressor, 3.5),
             ),
             Target.at_least(
                 f"{row.compressor}: encode, speed over eager", speedup, 25 if top else 5
@@ -67,6 +71,7 @@ def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dic
             begin = time.perf_counter()
             work()
             seconds[name].append(time.perf_counter() - begin)
+            time.sleep(PAUSE)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
@@ -84,7 +89,9 @@ def accumulation(numel: int, rounds: int) -> Target:
         rounds,
     )
     figure = times["frames"] / times["pass"]
-    return Target.at_most("topk:0.01: unpack and accumulate 8 frames, passes of r += g", figure, 2)
+    return Target.at_most(
+        "topk:0.01: unpack and accumulate 8 frames, passes of r += g", figure, 2.5
+    )
 
 
 def index_coding(density: float, numel: int = 10_000_000) -> Target:

@@ -21,6 +21,7 @@ from thinwire.frames.positions import write_positions
 from thinwire.kernels import threads
 from thinwire.kernels.cpu import jit
 from thinwire.kernels.cpu.radix import select
+from thinwire.kernels.cpu.source import Source
 from thinwire.kernels.cpu.sparse import COUNTED
 from thinwire.kernels.reference import levels as reference_levels
 
@@ -70,6 +71,28 @@ def test_float64_frames_are_identical(row):
         bound = 10 * n * torch.finfo(torch.float64).eps
         assert ((tw.decode(other) - tw.decode(frame)).abs() <= bound).all(), n
         assert ((other_left - left).abs() <= bound).all(), n
+
+
+@every
+def test_half_precision_is_read_as_if_widened_first(row):
+    """Several pieces a thread, and one that is not whole; what is sent is rounded to the type."""
+    for n, dtype in ((1, torch.bfloat16), (70_001, torch.float16), (150_003, torch.bfloat16)):
+        x, r = normal(n, dtype=dtype), normal(n, 1)
+        frame, left = encode(row, x, r)
+        with kernels.use("reference"):  # it widens
+            other, other_left = encode(row, x, r)
+        assert same(other, frame), (n, dtype)
+        assert same(other_left, left), (n, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_half_is_widened_exactly(dtype):
+    x = torch.arange(1 << 16).to(torch.uint16).view(dtype)
+    ((*_, wide, _),) = Source(x).pieces(0, x.numel())
+    found, wanted = torch.from_numpy(wide), x.float()
+    number = ~wanted.isnan()
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found[number].view(torch.int32), wanted[number].view(torch.int32))
 
 
 @every
@@ -503,13 +526,13 @@ def resident(field: str) -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
-def on_topk() -> float | None:
+def on_encoding(spec: str, dtype: torch.dtype) -> float | None:
     """The peak of the resident set over what there was before, as a share of the tensor."""
     torch.set_num_threads(2)
-    c = tw.TopK(0.01)
-    tw.pack(c.encode(torch.ones(1 << 18), residual=torch.zeros(1 << 18)))
-    x = torch.arange(1 << 23) % 999_983 * 1.0
-    r = torch.zeros_like(x) + 1
+    c = tw.parse(spec)
+    c.encode(torch.ones(1 << 18, dtype=dtype), residual=torch.zeros(1 << 18))
+    x = (torch.arange(1 << 23) % 999_983 * 1.0).to(dtype)
+    r = torch.zeros(x.shape) + 1
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     except OSError:
@@ -519,13 +542,25 @@ def on_topk() -> float | None:
     return (resident("VmHWM") - before) / x.nbytes
 
 
-def test_topk_needs_little_resident_memory():
-    """The same with torch's share, by the kernel's own count of a fresh process."""
+def test_encoding_needs_little_resident_memory():
+    """The same with torch's share, by the kernel's own count of a fresh process.
+
+    In half precision too: a widened copy would be twice the tensor. There a quantiser's two
+    payloads of 4 bits (the frame is the second) are half of the tensor, 1.5 MB of scales, buffers
+    and what the system counts late a tenth.
+    """
+    cases = {
+        ("topk:0.01", torch.float32): 0.3,
+        ("topk:0.01", torch.bfloat16): 0.6,
+        ("quantize:4", torch.float16): 0.6,
+        ("onebit", torch.bfloat16): 0.3,
+    }
     with ranks.Ranks(1) as process:
-        (share,) = process.run(on_topk)
-    if share is None:
-        pytest.skip("this system does not let a process reset its peak memory")
-    assert share < 0.3
+        for (spec, dtype), most in cases.items():
+            (share,) = process.run(on_encoding, spec, dtype)
+            if share is None:
+                pytest.skip("this system does not let a process reset its peak memory")
+            assert share < most, spec
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])

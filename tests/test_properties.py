@@ -72,7 +72,7 @@ def sampled(n: int) -> np.ndarray:
     """Where Top-K looks to guess its bound."""
     x = torch.arange(1, n + 1, dtype=torch.float64)
     seen = np.empty(min(sparse.SAMPLE, n // 2), np.int64)
-    sparse._sample(x.numpy(), np.empty(0), seen)
+    sparse._sample(x.numpy(), np.empty(0), 0, n // seen.size, seen)
     return seen.view(np.float64).astype(np.int64) - 1
 
 

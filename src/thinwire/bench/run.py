@@ -24,6 +24,8 @@ from thinwire.compressors import LocalCompressor, local_of
 from thinwire.formatting import show_bytes, show_count
 from thinwire.machine import available_bytes, busy, machine, versions
 
+# Seconds after work of torch: its threads wait for more of it, on the cores that are measured next.
+PAUSE = 0.02
 Tick = Callable[[str, str], None]  # told stage and detail of what begins now, once per step
 
 
@@ -132,12 +134,15 @@ def _time(
             if i < plan.eager_rounds:
                 tick(f"{title}: speed of plain PyTorch", str(measurement.compressor))
                 measurement.time_eager()
+                time.sleep(PAUSE)
 
 
 def _seconds_of_pass(r: Tensor, g: Tensor) -> float:
     begin = time.perf_counter()
     r += g
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    time.sleep(PAUSE)
+    return seconds
 
 
 def _weigh(plan: BenchPlan, report: BenchReport, tick: Tick) -> None:

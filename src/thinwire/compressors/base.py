@@ -33,7 +33,7 @@ from thinwire.frames.code import Code, Extent, Start, wide_type
 from thinwire.frames.frame import longest_frame
 from thinwire.frames.header import DTYPES, LONGEST_HEADER
 from thinwire.frames.payload import Payload, add_all, flat_view, flattened
-from thinwire.frames.values import PIECE, NonFinite, Raw
+from thinwire.frames.values import PIECE, NonFinite, Raw, begin
 from thinwire.kernels import Key
 from thinwire.spec import spec_of
 
@@ -50,7 +50,10 @@ class Encoded(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What an algorithm is asked to encode: x + r, flat, in float32 or float64."""
+    """What an algorithm is asked to encode: x + r, flat.
+
+    x comes in its own type, which kernels read as it is; r is float32, or float64 for a float64 x.
+    """
 
     x: Tensor
     r: Tensor | None
@@ -60,6 +63,16 @@ class Request(NamedTuple):
     @property
     def numel(self) -> int:
         return self.x.numel()
+
+    @property
+    def real(self) -> torch.dtype:
+        """The type of scales and of arithmetic."""
+        return wide_type(self.x.dtype)
+
+    def total(self, lo: int, hi: int) -> Tensor:
+        """x + r from one element to another, in `real`; not to be written to."""
+        x = self.x[lo:hi].to(self.real)
+        return x if self.r is None else x + self.r[lo:hi]
 
 
 @dataclass(frozen=True)
@@ -232,7 +245,7 @@ class LocalCompressor(Compressor):
         """What a flat tensor becomes, and whether it is finite throughout."""
         if not flat.numel():
             return nothing(flat), True
-        encoded = self.encode_flat(Request(widened(flat), r, flat.dtype, key))
+        encoded = self.encode_flat(Request(flat, r, flat.dtype, key))
         return encoded, encoded is not None
 
     def settle(self, payload: Payload, x: Tensor, residual: Tensor) -> None:
@@ -240,12 +253,7 @@ class LocalCompressor(Compressor):
         if payload.non_finite or not x.numel():
             return
         flat, done = flat_view(residual)
-        values = flattened(x)
-        if values.dtype == flat.dtype:
-            payload.add_to(flat, -1.0, Start(plus=values))
-        else:
-            add_narrower(flat, values)
-            payload.add_to(flat, -1.0)
+        payload.add_to(flat, -1.0, Start(plus=flattened(x)))
         done()
 
     def decode(self, payload: Payload, out: Tensor | Array | None = None) -> Tensor:
@@ -339,31 +347,33 @@ def checked_key(key: Key | None) -> Key:
     return DEFAULT_KEY if key is None else key.checked()
 
 
-def widened(flat: Tensor) -> Tensor:
-    """float32 for half types: kernels know float32 and float64."""
-    return flat if flat.dtype == torch.float64 else flat.float()
-
-
 def nothing(flat: Tensor) -> Encoded:
     """The code of a tensor without elements."""
     return Encoded(Raw(), (flat.clone(),))
 
 
 def add_narrower(out: Tensor, values: Tensor) -> None:
-    """out += values, piece by piece: torch widens the whole of a narrower operand first."""
-    for lo in range(0, out.numel(), PIECE):
-        out[lo : lo + PIECE].add_(values[lo : lo + PIECE])
+    """out += values, of the same type or a half one."""
+    begin(out, Start(plus=values))
 
 
 def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
     """values in a narrower type; what is too large becomes the largest finite number."""
     if values.dtype == dtype:
         return values
-    top = torch.finfo(dtype).max
-    return values.to(dtype).clamp_(-top, top)
+    out = torch.empty_like(values, dtype=dtype)
+    for lo in range(0, values.numel(), PIECE):
+        out[lo : lo + PIECE].copy_(values[lo : lo + PIECE])
+    cut(out)
+    return out
 
 
 def cut(values: Tensor) -> None:
-    """Make the largest finite number of what rounding took beyond it, in place."""
-    top = torch.finfo(values.dtype).max
-    values.clamp_(-top, top)
+    """Make the largest finite number of what rounding took beyond it, in place.
+
+    Piece by piece, without torch's thread pool: its threads wait for more work for milliseconds, on
+    cores that whatever comes next needs.
+    """
+    flat, top = values.view(-1), torch.finfo(values.dtype).max
+    for lo in range(0, flat.numel(), PIECE):
+        flat[lo : lo + PIECE].clamp_(-top, top)

@@ -63,17 +63,14 @@ class Cast(LocalCompressor):
 
     def encode_flat(self, request: Request) -> Encoded | None:
         """Piece by piece: a temporary of the whole tensor would cost more than the cast."""
-        x, r = request.x, request.r
+        device = request.x.device
         code = self._code
         layout = code.sections(Extent(request.dtype, request.numel))
-        sections = tuple(torch.empty(s.numel, dtype=s.dtype, device=x.device) for s in layout)
+        sections = tuple(torch.empty(s.numel, dtype=s.dtype, device=device) for s in layout)
         step = self.block * max(1, PIECE // self.block)
-        room = torch.empty_like(x[:step])
         for lo in range(0, request.numel, step):
-            p = x[lo : lo + step]
-            if r is not None:
-                p = torch.add(p, r[lo : lo + step], out=room[: p.numel()])
-            extent = kernels.on(p.device).extent(p, None)
+            p = request.total(lo, lo + step)
+            extent = kernels.on(device).extent(p, None)
             if extent is None:
                 return None
             if self.to == "fp8":

@@ -38,7 +38,7 @@ class CompressorUse(KernelUse):
     Args:
         shape: its spec without numbers, which compiled code does not depend on.
         spec: of a compressor of this shape.
-        dtype: float32 or float64.
+        dtype: float32, which half types are read as, or float64.
     """
 
     shape: str
@@ -61,6 +61,9 @@ class CompressorUse(KernelUse):
                     size, generator=torch.Generator().manual_seed(0), dtype=self.dtype, device=CPU
                 )
                 _send(each, x)
+            if self.dtype == torch.float32:
+                for half in (torch.float16, torch.bfloat16):
+                    _send(each, x[:SMALL].to(half))
             # Where most elements are alike, Top-K takes yet another way.
             _send(each, torch.zeros(LARGE, dtype=self.dtype, device=CPU))
         if isinstance(compressor, SparseCompressor):
@@ -78,13 +81,13 @@ def _send(compressor: LocalCompressor, x: Tensor) -> None:
     """All that is done to a tensor on its way."""
     key = Key()
     with contextlib.suppress(ValueError):  # some take no residual
-        compressor.encode(x, residual=torch.zeros_like(x), key=key)
+        compressor.encode(x, residual=torch.zeros_like(x, dtype=working_dtype(x.dtype)), key=key)
     received = unpack(pack(compressor.encode(x, key=key)))
     out = torch.zeros_like(x)
     compressor.accumulate([received, received], out)
     compressor.accumulate(received, out)
     compressor.decode(received)
-    if compressor.leaves_out:
+    if compressor.leaves_out and out.dtype in WORKING:
         average_held([received, received], out)
     kernels.on(x.device).all_finite(x, None)
 
@@ -133,7 +136,7 @@ def every_use(dtypes: Iterable[torch.dtype] = WORKING) -> list[KernelUse]:
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What kernels work in: half types are widened."""
+    """What kernels work in: half types are widened as they are read."""
     return dtype if dtype == torch.float64 else torch.float32
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from thinwire import check, kernels
-from thinwire.compressors.base import Encoded, LocalCompressor, Request, narrow
+from thinwire.compressors.base import Encoded, LocalCompressor, Request, cut
 from thinwire.frames.code import Extent
-from thinwire.frames.values import Raw
+from thinwire.frames.values import PIECE, Raw
 from thinwire.frames.zipped import CODERS, Zipped, shrink
 from thinwire.kernels import Key
 
@@ -63,10 +63,15 @@ class NoCompression(BitExact):
 
     def encode_flat(self, request: Request) -> Encoded | None:
         x, r = request.x, request.r
-        p = x.clone() if r is None else x + r
-        if not kernels.on(p.device).all_finite(p, None):
+        if not kernels.on(x.device).all_finite(x, r):
             return None
-        return Encoded(Raw(), (narrow(p, request.dtype),))
+        if request.dtype == request.real:
+            return Encoded(Raw(), (x.clone() if r is None else x + r,))
+        out = torch.empty_like(x, dtype=request.dtype)
+        for lo in range(0, request.numel, PIECE):
+            out[lo : lo + PIECE] = request.total(lo, lo + PIECE)
+        cut(out)
+        return Encoded(Raw(), (out,))
 
     def encode_bits(self, flat: Tensor) -> Encoded:
         return Encoded(Raw(), (flat.clone(),))

@@ -26,7 +26,7 @@ def peak_of(request: Request) -> float | None:
 
 def is_tiny(request: Request, peak: float) -> bool:
     """Whether a scale for such a peak would leave the range of normal numbers."""
-    return peak < TINY[request.x.dtype.itemsize]
+    return peak < TINY[request.real.itemsize]
 
 
 def encode_uniform(
@@ -256,7 +256,7 @@ class QSGD(LocalCompressor):
         x = request.x
         _, mean_square = kernels.on(x.device).moments(x, request.r, 1 / peak)
         # Any bound of all magnitudes is a valid norm, so one that overflows is cut.
-        top = 3.4e38 if x.dtype.itemsize == 4 else 1.7e308
+        top = 3.4e38 if request.real.itemsize == 4 else 1.7e308
         return min(peak * math.sqrt(mean_square * request.numel), top)
 
 

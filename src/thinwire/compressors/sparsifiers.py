@@ -18,9 +18,8 @@ from thinwire.compressors.base import (
     checked_key,
     narrow,
     nothing,
-    widened,
 )
-from thinwire.frames.code import Code, Extent
+from thinwire.frames.code import Code, Extent, wide_type
 from thinwire.frames.payload import Payload, flattened
 from thinwire.frames.positions import Seeded, Sparse, max_position_bytes, write_positions
 from thinwire.frames.values import Raw
@@ -102,8 +101,9 @@ class SparseCompressor(LocalCompressor):
         flat = flattened(x)
         r = None if residual is None else flattened(residual)
         if not x.numel():
-            return torch.empty(0, dtype=torch.int64, device=x.device), widened(flat)
-        return self.choose(Request(widened(flat), r, x.dtype, checked_key(key)))
+            positions = torch.empty(0, dtype=torch.int64, device=x.device)
+            return positions, flat.to(wide_type(x.dtype))
+        return self.choose(Request(flat, r, x.dtype, checked_key(key)))
 
     def enclose(
         self, positions: Tensor, values: Tensor, extent: Extent, key: Key | None = None

@@ -88,7 +88,7 @@ class Tiered(LocalCompressor):
             return None
         positions, values = chosen
         at = positions.long()
-        rest = x.clone() if r is None else x + r
+        rest = x.to(request.real, copy=True) if r is None else x + r
         rest[at] = 0
         key = key.substream()
         low = self.small.encode_flat(Request(rest, None, dtype, key))

@@ -110,7 +110,7 @@ class Start(NamedTuple):
     """What happens to a tensor before a payload is added to it, within the same pass."""
 
     fresh: bool = False  # it is zeroed
-    plus: Tensor | None = None  # this tensor is added
+    plus: Tensor | None = None  # this tensor is added, of the same type or a half one
 
 
 KEEP = Start()

@@ -22,8 +22,11 @@ def begin(out: Tensor, start: Start) -> None:
     """Do what `start` says, for codes whose add is not one pass over the whole tensor."""
     if start.fresh:
         out.zero_()
-    elif start.plus is not None:
+    elif start.plus is not None and start.plus.dtype == out.dtype:
         out.add_(start.plus)
+    elif start.plus is not None:  # torch would widen the whole of it first
+        for lo in range(0, out.numel(), PIECE):
+            out[lo : lo + PIECE].add_(start.plus[lo : lo + PIECE])
 
 
 def plain_add(values: Tensor, out: Tensor, weight: float, start: Start) -> None:
@@ -31,7 +34,8 @@ def plain_add(values: Tensor, out: Tensor, weight: float, start: Start) -> None:
 
     Values of another type go piece by piece, so that their converted form stays in the cache.
     """
-    alike = values.dtype == out.dtype
+    others = [values] if start.plus is None else [values, start.plus]
+    alike = all(each.dtype == out.dtype for each in others)
     step = max(1, out.numel()) if alike else PIECE
     for lo in range(0, out.numel(), step):
         here = slice(lo, lo + step)

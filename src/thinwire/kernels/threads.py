@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 T = TypeVar("T")
@@ -17,6 +18,7 @@ Range = tuple[int, int]
 
 # Handing a range to another thread costs about 30 microseconds, as much as 60 k elements take.
 LEAST = 1 << 16
+KEPT = 8 << 20  # bytes of scratch memory that a thread keeps, at most
 
 _lock = threading.Lock()
 _here = threading.local()
@@ -71,3 +73,17 @@ def _pool(workers: int) -> ThreadPoolExecutor:
         if key not in _pools:
             _pools[key] = ThreadPoolExecutor(workers, thread_name_prefix="thinwire")
         return _pools[key]
+
+
+def scratch(num_bytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """Memory to work in until this thread asks again.
+
+    It is kept: the system hands out fresh memory at a page fault a page, which can take longer than
+    to fill it. More than `KEPT` bytes are not.
+    """
+    found: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = getattr(_here, "scratch", None)
+    if found is None or found.size < num_bytes:
+        found = np.empty(num_bytes, np.uint8)
+        if num_bytes <= KEPT:
+            _here.scratch = found
+    return found[:num_bytes]

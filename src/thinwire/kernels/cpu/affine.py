@@ -7,12 +7,11 @@ from zero keeps its digits.
 import numpy as np
 import torch
 
-from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, from_ordered, jit, ordered
 from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words
-from thinwire.kernels.cpu.sparse import arrays
-from thinwire.kernels.cpu.uniform import RUN, SPAN, TINY
+from thinwire.kernels.cpu.source import Source
+from thinwire.kernels.cpu.uniform import RUN, TINY, WHOLE, span_of
 from thinwire.kernels.key import Key
 
 
@@ -54,7 +53,7 @@ def _scale(low, high, top, tiny, highest, shrink):
 def _encode(x, r, first, lows, scales, packed, block, width, given, bounds, key):
     tiny, highest, shrink = bounds
     top = np.float64((1 << width) - 1)
-    span = block * max(1, SPAN // block)
+    span = span_of(block, width)
     buffer = np.empty(min(block, x.size), x.dtype)
     levels = np.empty(min(span, x.size), np.uint8)
     words = np.empty(span + 1024 if key.size else 0, np.uint32)
@@ -95,12 +94,13 @@ def encode_affine(
 
     With block None the (min, max) of the whole tensor come as `extent`.
     """
-    xs, rs = arrays(x, r)
-    n, info = xs.size, np.finfo(xs.dtype)
-    bounds = TINY[xs.dtype], float(info.max), 1 - 4 * float(info.eps)
+    source = Source(x, r)
+    n, dtype = source.size, source.dtype
+    info = np.finfo(dtype)
+    bounds = TINY[dtype], float(info.max), 1 - 4 * float(info.eps)
     each = RUN if block is None else block
     given = extent is not None
-    lows = np.empty(1 if given else -(-n // each), xs.dtype)
+    lows = np.empty(1 if given else -(-n // each), dtype)
     scales = np.empty_like(lows)
     if extent is not None:
         lows[0] = extent[0]
@@ -108,15 +108,12 @@ def encode_affine(
     packed = np.empty(packed_bytes(n, width), np.uint8)
     words = key_words(key)
 
-    def work(lo, hi):
+    def work(lo, hi, xs, rs):
         skip = 0 if given else lo // each
-        out = packed[packed_bytes(lo, width) :]
-        return _encode(
-            xs[lo:hi], rs[lo:hi], lo, lows[skip:], scales[skip:], out, each, width, given,
-            bounds, words,
-        )  # fmt: skip
+        out = lows[skip:], scales[skip:], packed[packed_bytes(lo, width) :]
+        return _encode(xs, rs, lo, *out, each, width, given, bounds, words)
 
-    if any(threads.run(work, threads.ranges(n, block or SPAN))):
+    if any(source.scan(work, block or WHOLE)):
         return None
     return torch.from_numpy(lows), torch.from_numpy(scales), torch.from_numpy(packed)
 
@@ -130,7 +127,7 @@ def _values(levels, base, unit, out):
 @jit
 def _add(out, mode, x, packed, lows, scales, block, width, weight):
     one = scales.size == 1
-    span = block * max(1, SPAN // block)
+    span = span_of(block, width)
     levels = np.empty(min(span, out.size), np.uint8)
     values = np.empty(min(block, out.size), scales.dtype)
     for lo in range(0, out.size, span):
@@ -159,14 +156,13 @@ def add_affine(
 ) -> None:
     """out += weight * value, after zeroing out (`fresh`) or adding another tensor (`plus`)."""
     o, levels, low, scale = out.numpy(), packed.numpy(), lows.numpy(), scales.numpy()
-    other = o if plus is None else plus.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
     each = RUN if block is None else block
     w = o.dtype.type(weight)
 
-    def work(lo, hi):
+    def work(lo, hi, other, _):
         cut = slice(None) if scale.size == 1 else slice(lo // each, -(-hi // each))
         own = levels[packed_bytes(lo, width) :]
-        _add(o[lo:hi], mode, other[lo:hi], own, low[cut], scale[cut], each, width, w)
+        _add(o[lo:hi], mode, other, own, low[cut], scale[cut], each, width, w)
 
-    threads.run(work, threads.ranges(o.size, block or SPAN))
+    Source(out if plus is None else plus).scan(work, block or WHOLE)

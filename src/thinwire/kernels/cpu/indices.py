@@ -16,6 +16,7 @@ from thinwire.kernels.cpu.jit import jit
 from thinwire.kernels.cpu.sparse import index_dtype
 
 u64 = np.uint64
+LEAST = 1 << 12  # words of a unary stream for each thread, or for one alone
 
 
 @jit
@@ -48,22 +49,32 @@ def rice_parameter(positions: torch.Tensor, guess: int) -> tuple[int, int]:
 
 @jit
 def _rice_encode(positions, parameter, unary, low):
-    before, at, bit = np.int64(-1), np.int64(0), np.int64(0)
+    """Words are put together in registers: each is written once, to memory that holds zeros."""
+    before, at, word = np.int64(-1), np.int64(0), np.int64(0)
+    ones, rests, fill, done = u64(0), u64(0), 0, 0
     mask = (np.int64(1) << parameter) - 1
     for i in range(positions.size):
         here = np.int64(positions[i])
         gap = here - before - 1
         before = here
         at += gap >> parameter
-        unary[at >> 6] |= u64(1) << u64(at & 63)
+        if at >> 6 != word:
+            unary[word] = ones
+            word, ones = at >> 6, u64(0)
+        ones |= u64(1) << u64(at & 63)
         at += 1
-        if parameter:
-            rest = u64(gap & mask)
-            word, shift = bit >> 6, bit & 63
-            low[word] |= rest << u64(shift)
-            if shift + parameter > 64:
-                low[word + 1] |= rest >> u64(64 - shift)
-            bit += parameter
+        rest = u64(gap & mask)
+        rests |= rest << u64(fill)
+        fill += parameter
+        if fill >= 64:
+            low[done] = rests
+            done += 1
+            fill -= 64
+            rests = rest >> u64(parameter - fill)
+    if positions.size:
+        unary[word] = ones
+    if fill:
+        low[done] = rests
 
 
 def rice_encode(positions: torch.Tensor, parameter: int, unary_words: int) -> torch.Tensor:
@@ -126,8 +137,8 @@ def rice_decode(words: torch.Tensor, count: int, parameter: int, unary_words: in
     """The positions, or None if the streams do not hold exactly `count` of them below n."""
     stream = words.numpy().view(u64)
     unary, low = stream[:unary_words], stream[unary_words:]
-    parts = threads.ranges(unary_words, least=1 << 14)
-    found = threads.run(lambda lo, hi: _ones(unary[lo:hi]), parts)
+    parts = threads.ranges(unary_words, least=LEAST)
+    found = [_ones(unary[lo:hi]) for lo, hi in parts]  # takes no longer than to hand it over
     if sum(ones for ones, _ in found) != count:
         return None
     firsts = list(itertools.accumulate((ones for ones, _ in found), initial=0))

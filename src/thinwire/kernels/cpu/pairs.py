@@ -6,9 +6,8 @@ The bits do not depend on the pair, so one pass writes them and sums both halves
 import numpy as np
 import torch
 
-from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, jit, sum_jit
-from thinwire.kernels.cpu.sparse import arrays
+from thinwire.kernels.cpu.source import Source
 
 u8, u32, u64 = np.uint8, np.uint32, np.uint64
 RUN = 1 << 12  # elements a partial sum covers when the pair is for the whole tensor
@@ -61,22 +60,21 @@ def encode_pairs(x: torch.Tensor, r: torch.Tensor | None, *, block: int | None, 
     Row j of the pairs is block j's (low, high): the means of what is < 0 and of what is >= 0, or,
     `scaled`, minus and plus the mean magnitude. One row for block None.
     """
-    xs, rs = arrays(x, r)
-    n = xs.size
+    source = Source(x, r)
+    n = source.size
     each = RUN if block is None else block
     rows = -(-n // each)
     sums, counts = np.empty((rows, 2)), np.empty(rows, np.int64)
     packed = np.empty(-(-n // 8), u8)
 
     # Sums of float32 in float64 cannot overflow; those of float64 are taken in a small exact unit.
-    unit = 1.0 if xs.dtype == np.float32 else 2.0 ** -n.bit_length()
+    unit = 1.0 if source.dtype == np.float32 else 2.0 ** -n.bit_length()
 
-    def work(lo, hi):
+    def work(lo, hi, xs, rs):
         j = lo // each
-        out = packed[lo // 8 :], sums[j:], counts[j:]
-        return _encode(xs[lo:hi], rs[lo:hi], *out, each, unit)
+        return _encode(xs, rs, packed[lo // 8 :], sums[j:], counts[j:], each, unit)
 
-    if any(threads.run(work, threads.ranges(n, each))):
+    if any(source.scan(work, each)):
         return None
     lengths = np.full(rows, each)
     lengths[-1] = n - each * (rows - 1)
@@ -93,7 +91,7 @@ def encode_pairs(x: torch.Tensor, r: torch.Tensor | None, *, block: int | None, 
             pairs[:, 0] /= np.maximum(lengths - counts, 1)
             pairs[:, 1] /= np.maximum(counts, 1)
             pairs /= unit
-        return torch.from_numpy(pairs.astype(xs.dtype)), torch.from_numpy(packed)
+        return torch.from_numpy(pairs.astype(source.dtype)), torch.from_numpy(packed)
 
 
 @jit
@@ -142,13 +140,12 @@ def add_pairs(
 ) -> None:
     """out += weight * value, after zeroing out (`fresh`) or adding another tensor (`plus`)."""
     o, bits, p = out.numpy(), packed.numpy(), pairs.numpy()
-    other = o if plus is None else plus.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
     each = RUN if block is None else block
     w = o.dtype.type(weight)
 
-    def work(lo, hi):
+    def work(lo, hi, other, _):
         own = p if len(p) == 1 else p[lo // each : -(-hi // each)]
-        _add(o[lo:hi], mode, other[lo:hi], bits[lo // 8 :], own, each, w)
+        _add(o[lo:hi], mode, other, bits[lo // 8 :], own, each, w)
 
-    threads.run(work, threads.ranges(o.size, each))
+    Source(out if plus is None else plus).scan(work, each)

@@ -9,10 +9,9 @@ import math
 import numpy as np
 import torch
 
-from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, jit, load
 from thinwire.kernels.cpu.random import fill, key_words
-from thinwire.kernels.cpu.sparse import arrays
+from thinwire.kernels.cpu.source import Source
 from thinwire.kernels.key import Key
 
 SPAN = 4096
@@ -45,15 +44,15 @@ def _encode(x, r, first, out, top, ceiling, key):
 
 def encode_powers(x: torch.Tensor, r: torch.Tensor | None, *, top: int, key: Key):
     """The codes; all finite and 0 < max |x + r| < 2^top by what the caller found out."""
-    xs, rs = arrays(x, r)
-    out = np.empty(xs.size, np.uint8)
+    source = Source(x, r)
+    out = np.empty(source.size, np.uint8)
     words = key_words(key)
-    ceiling = np.int64(127 if top <= math.frexp(np.finfo(xs.dtype).max)[1] - 1 else 126)
+    ceiling = np.int64(127 if top <= math.frexp(np.finfo(source.dtype).max)[1] - 1 else 126)
 
-    def work(lo, hi):
-        _encode(xs[lo:hi], rs[lo:hi], lo, out[lo:hi], np.int64(top), ceiling, words)
+    def work(lo, hi, xs, rs):
+        _encode(xs, rs, lo, out[lo:hi], np.int64(top), ceiling, words)
 
-    threads.run(work, threads.ranges(xs.size, SPAN))
+    source.scan(work, SPAN)
     return torch.from_numpy(out)
 
 
@@ -79,10 +78,8 @@ def add_powers(
 ) -> None:
     """out += weight * table[code], after zeroing out (`fresh`) or adding a tensor (`plus`)."""
     o, c, values = out.numpy(), codes.numpy(), table.numpy()
-    other = o if plus is None else plus.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
     w = o.dtype.type(weight)
-    threads.run(
-        lambda lo, hi: _add(o[lo:hi], mode, other[lo:hi], c[lo:hi], values, w),
-        threads.ranges(o.size, SPAN),
+    Source(out if plus is None else plus).scan(
+        lambda lo, hi, other, _: _add(o[lo:hi], mode, other, c[lo:hi], values, w), SPAN
     )

@@ -1,16 +1,19 @@
 """Exact selection of the k largest magnitudes, ties to the lower position.
 
-Of a whole tensor by counting digits, most significant first, which takes no memory; of a few
-candidates by partitioning a copy, which is twice as fast.
+Of a whole tensor by counting digits, most significant first, which takes no memory; of candidates
+above a bound, most of which are chosen, by counting once how far above it they lie.
 """
 
 import numpy as np
 
 from thinwire.kernels import threads
-from thinwire.kernels.cpu.jit import INFINITY_BITS, INTEGER, jit, magnitude
+from thinwire.kernels.cpu.jit import INFINITY_BITS, jit, magnitude
+from thinwire.kernels.cpu.source import Source
 
 DIGIT = 11  # bits a pass: 2048 counters stay in the first-level cache
 WIDTH = {np.dtype(np.float32): 31, np.dtype(np.float64): 63}
+PLACES = 4096  # at which candidates are counted: up to 16 times the bound, the rest at the last
+SPREAD = {np.dtype(np.float32): 13, np.dtype(np.float64): 42}  # bits of a magnitude: a 1024th of 2
 
 
 @jit
@@ -70,61 +73,123 @@ def select(a, k):
 
 @jit
 def pick(positions, values, bound, ties, out, picked):
-    """Positions and values of all above `bound` and of the first `ties` equal to it."""
+    """Positions and values of all above `bound` and of the first `ties` equal to it, if there is
+    room for them."""
     found = 0
     for i in range(values.size):
+        if found == out.size:
+            break
+        # Without a branch, as what comes next cannot be predicted.
         m = np.int64(magnitude(values[i]))
-        if m > bound or (m == bound and ties > 0):
-            ties -= m == bound
-            out[found] = positions[i]
-            picked[found] = values[i]
-            found += 1
+        tie = np.int64(m == bound)
+        out[found] = positions[i]
+        picked[found] = values[i]
+        found += np.int64(m > bound) | (tie & np.int64(ties > 0))
+        ties -= tie
 
 
-def few_top_k(positions, values, k: int):
-    """(positions, values) of the k largest |values|, all finite, positions ascending."""
-    bits = np.abs(values).view(INTEGER[values.dtype])
-    bound = np.partition(bits, bits.size - k)[bits.size - k]
-    ties = k - np.count_nonzero(bits > bound)
-    out, picked = np.empty(k, positions.dtype), np.empty(k, values.dtype)
-    pick(positions, values, np.int64(bound), ties, out, picked)
-    return out, picked
+@jit
+def _tally(values, bound, shift, counts):
+    """Count how far the magnitudes lie above a bound, the farthest together."""
+    last = np.int64(counts.size - 1)
+    for i in range(values.size):
+        counts[min((np.int64(magnitude(values[i])) - bound) >> shift, last)] += 1
 
 
-def exact_top_k(x, r, k: int):
+@jit
+def _members(values, bound, shift, digit, last, out):
+    """The magnitudes that `_tally` counted at one place."""
+    found = 0
+    for i in range(values.size):
+        if found == out.size:
+            break
+        m = np.int64(magnitude(values[i]))
+        out[found] = m
+        found += np.int64(min((m - bound) >> shift, last) == digit)
+
+
+class Candidates:
+    """What one range has above a bound, all finite unless `top` says otherwise."""
+
+    def __init__(self, positions, values, bound, top) -> None:
+        self.positions, self.values, self.top = positions, values, top
+        self.bound, self.shift = np.int64(bound), SPREAD[values.dtype]
+        self.counts = np.zeros(PLACES, np.int64)
+        _tally(values, self.bound, self.shift, self.counts)
+
+    def members(self, place):
+        """Magnitudes at one place of `counts`."""
+        out = np.empty(self.counts[place], np.int64)
+        _members(self.values, self.bound, self.shift, place, PLACES - 1, out)
+        return out
+
+
+def best_candidates(found: list[Candidates], k: int):
+    """(positions, values) of the k largest of all ranges, ties to the lower position.
+
+    How far above the bound they lie has been counted; the place where the k-th lies is looked at.
+    """
+    parts = [(i, i + 1) for i in range(len(found))]
+    place, need = _place(np.sum([each.counts for each in found], axis=0), k)
+    members = threads.run(lambda i, _: found[i].members(place), parts)
+    there = np.concatenate(members)
+    edge = select(there, there.size - need)
+    ties = need - int(np.count_nonzero(there > edge))
+    out = np.empty(k, found[0].positions.dtype), np.empty(k, found[0].values.dtype)
+    shares, done = [], 0
+    for each, own in zip(found, members, strict=True):
+        equal = min(ties, int(np.count_nonzero(own == edge)))
+        ties -= equal
+        above = int(each.counts[place + 1 :].sum()) + int(np.count_nonzero(own > edge))
+        shares.append((equal, slice(done, done + above + equal)))
+        done += above + equal
+
+    def work(i, _):
+        each, (equal, here) = found[i], shares[i]
+        pick(each.positions, each.values, edge, equal, out[0][here], out[1][here])
+
+    threads.run(work, parts)
+    return out
+
+
+def _place(counts, need: int):
+    """The highest place that `need` are at or above, and how many of those there are needed."""
+    above = np.cumsum(counts[::-1])[::-1]
+    digit = int(np.searchsorted(-above, -need, side="right")) - 1
+    return digit, need - int(above[digit] - counts[digit])
+
+
+def exact_top_k(source: Source, k: int):
     """Ascending positions of the k largest |x + r|, ties to the lower; None if not all finite."""
-    parts = threads.ranges(x.size)
 
     def count(prefix, shift, width):
-        def work(lo, hi):
+        def work(lo, hi, x, r):
             counts = np.zeros(1 << width, np.int64)
-            _histogram(x[lo:hi], r[lo:hi], prefix, shift, width, counts)
-            return counts
+            _histogram(x, r, prefix, shift, width, counts)
+            return lo, counts
 
-        return threads.run(work, parts)
+        return source.scan(work)
 
-    left = WIDTH[x.dtype]
+    left = WIDTH[source.dtype]
     prefix, need = 0, k
     while left:
         width = min(DIGIT, left)
+        first = left == WIDTH[source.dtype]
         left -= width
         tables = count(prefix, left, width)
-        total = np.sum(tables, axis=0)
-        if left == WIDTH[x.dtype] - width and total[int(INFINITY_BITS[x.dtype]) >> left :].any():
+        total = np.sum([table for _, table in tables], axis=0)
+        if first and total[int(INFINITY_BITS[source.dtype]) >> left :].any():
             return None
-        above = np.cumsum(total[::-1])[::-1]
-        digit = int(np.searchsorted(-above, -need, side="right")) - 1
-        need -= int(above[digit] - total[digit])
+        digit, need = _place(total, need)
         prefix = (prefix << width) | digit
     # `need` ties at the bound are kept, the lowest positions first: shared out range by range.
-    quotas, rest = [], need
-    for table in tables:
-        quotas.append(min(rest, int(table[digit])))
-        rest -= quotas[-1]
-    quota = {lo: share for (lo, _), share in zip(parts, quotas, strict=True)}
+    quota = {}
+    for lo, table in tables:
+        quota[lo] = min(need, int(table[digit]))
+        need -= quota[lo]
 
-    def work(lo, hi):
+    def work(lo, hi, x, r):
         out = np.empty(min(hi - lo, k), np.int64)
-        return out[: keep(x[lo:hi], r[lo:hi], prefix, quota[lo], lo, out)]
+        return out[: keep(x, r, prefix, quota[lo], lo, out)]
 
-    return np.concatenate(threads.run(work, parts))
+    return np.concatenate(source.scan(work))

@@ -8,10 +8,9 @@ large. A block is summed once for the limit and once for the means, the second t
 import numpy as np
 import torch
 
-from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, jit, sum_jit
 from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
-from thinwire.kernels.cpu.sparse import arrays
+from thinwire.kernels.cpu.source import Source
 
 u8 = np.uint8
 RUN = 1 << 12  # elements a partial sum covers when the pair is for the whole tensor
@@ -89,37 +88,37 @@ def encode_signed_pairs(x: torch.Tensor, r: torch.Tensor | None, *, block: int |
     Row j of the pairs is block j's (small, large): the means of the magnitudes up to their mean,
     and of those above it; 0 where there are none. One row for block None.
     """
-    xs, rs = arrays(x, r)
-    n = xs.size
+    source = Source(x, r)
+    n, dtype = source.size, source.dtype
     each = RUN if block is None else block
     rows = -(-n // each)
     sums, counts = np.empty((rows, 2)), np.empty(rows, np.int64)
     packed = np.empty(packed_bytes(n, WIDTH), u8)
-    limits = np.empty(0, xs.dtype)
-    parts = threads.ranges(n, each)
+    limits = np.empty(0, dtype)
 
     # Sums of float32 in float64 cannot overflow; those of float64 are taken in a small exact unit.
-    unit = 1.0 if xs.dtype == np.float32 else 2.0 ** -n.bit_length()
+    unit = 1.0 if dtype == np.float32 else 2.0 ** -n.bit_length()
 
     # A mean of the largest numbers may be rounded beyond them; whoever encodes cuts it back.
     with np.errstate(over="ignore"):
         if block is None:
             runs = np.empty(rows)
-            threads.run(
-                lambda lo, hi: _sums(xs[lo:hi], rs[lo:hi], runs[lo // RUN : -(-hi // RUN)], unit),
-                parts,
-            )
+
+            def add_up(lo, hi, xs, rs):
+                _sums(xs, rs, runs[lo // RUN : -(-hi // RUN)], unit)
+
+            source.scan(add_up, RUN)
             total = runs.sum()
             if not np.isfinite(total):
                 return None
-            limits = np.array([total / n / unit]).astype(xs.dtype)
+            limits = np.array([total / n / unit]).astype(dtype)
 
-        def work(lo, hi):
+        def work(lo, hi, xs, rs):
             j = lo // each
             out = packed[packed_bytes(lo, WIDTH) :], sums[j:], counts[j:]
-            return _encode(xs[lo:hi], rs[lo:hi], *out, limits, each, unit)
+            return _encode(xs, rs, *out, limits, each, unit)
 
-        if any(threads.run(work, parts)):
+        if any(source.scan(work, each)):
             return None
         lengths = np.full(rows, each)
         lengths[-1] = n - each * (rows - 1)
@@ -129,7 +128,7 @@ def encode_signed_pairs(x: torch.Tensor, r: torch.Tensor | None, *, block: int |
         sums[:, 0] /= np.maximum(lengths - counts, 1)
         sums[:, 1] /= np.maximum(counts, 1)
         sums /= unit
-        return torch.from_numpy(sums.astype(xs.dtype)), torch.from_numpy(packed)
+        return torch.from_numpy(sums.astype(dtype)), torch.from_numpy(packed)
 
 
 @jit
@@ -167,14 +166,13 @@ def add_signed_pairs(
 ) -> None:
     """out += weight * value, after zeroing out (`fresh`) or adding another tensor (`plus`)."""
     o, levels, p = out.numpy(), packed.numpy(), pairs.numpy()
-    other = o if plus is None else plus.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
     each = RUN if block is None else block
     w = o.dtype.type(weight)
 
-    def work(lo, hi):
+    def work(lo, hi, other, _):
         own = p if len(p) == 1 else p[lo // each : -(-hi // each)]
         begin = packed_bytes(lo, WIDTH)
-        _add(o[lo:hi], mode, other[lo:hi], levels[begin:], own, w, each)
+        _add(o[lo:hi], mode, other, levels[begin:], own, w, each)
 
-    threads.run(work, threads.ranges(o.size, each))
+    Source(out if plus is None else plus).scan(work, each)

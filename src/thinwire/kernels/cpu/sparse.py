@@ -2,14 +2,16 @@
 
 Top-K, exact, without sorting: a sample brackets the k-th magnitude from below, one pass over the
 tensor collects all candidates above the bracket (and sees every NaN and infinity, which are larger
-than any bracket), and a radix selection among the candidates is exact. When the sample misleads
-(too few candidates, or more than the buffer holds: constant tensors, mostly zero ones), the same
-radix selection runs over the whole tensor.
+than any bracket), and a selection among the candidates is exact. When the sample misleads (too few
+candidates, or more than the buffer holds: constant tensors, mostly zero ones), a radix selection
+runs over the whole tensor.
 
 Of each chunk of a tensor: neighbours are alike, so the bracket of one chunk, moved a little up or
 down, serves the next. It decides how long that takes and nothing else: the choice among the
 candidates is exact, and where they are too few a sample of the chunk is taken, or all of it.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +19,16 @@ from numba.cpython.unsafe.numbers import trailing_zeros
 
 from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import ADD, INFINITY_BITS, INTEGER, ZERO, jit, magnitude
-from thinwire.kernels.cpu.radix import exact_top_k, few_top_k, keep, pick, select
+from thinwire.kernels.cpu.radix import Candidates, best_candidates, exact_top_k, pick, select
+from thinwire.kernels.cpu.source import PIECE, Source
+from thinwire.kernels.cpu.vectors import WORD, reaching, sum_reaching
 
 u32, u64 = np.uint32, np.uint64
+GOLDEN = 0x9E3779B97F4A7C15
 SAMPLE = 1 << 15
-SMALL = 1 << 16
-BLOCK = 512
-NEAR = 1 << 14  # elements whose memory stays in the second-level cache
-REGION = 1 << 20  # elements; 4 MB of float32 stay in the last-level cache
+SMALL = PIECE  # elements; up to here all is done at once, in one piece
+NEAR = 1 << 11  # elements whose memory stays in the first-level cache
+REGION = 1 << 19  # elements; 2 MB of float32 stay in the last-level cache
 COUNTED = 1 << 17  # elements; 1 MB of float32 and counts stay in the second-level cache
 FEW = 256  # samples of a chunk
 # A 32nd of a power of two, in the bits of a magnitude: by how much a bound moves.
@@ -36,19 +40,13 @@ def index_dtype(n: int):
     return np.int32 if n < 1 << 31 else np.int64
 
 
-def arrays(x: torch.Tensor, r: torch.Tensor | None):
-    """The tensors as NumPy arrays over the same memory; without a residual an empty one."""
-    xs = x.numpy()
-    return xs, np.empty(0, xs.dtype) if r is None else r.numpy()
-
-
 @jit
-def _sample(x, r, out):
-    stride = x.size // out.size
+def _sample(x, r, first, stride, out):
+    """Magnitudes of one element in each stride, from the stride numbered `first` on."""
     for j in range(out.size):
         # A hashed offset within each stride, so that no period of the data can hide from it.
-        h = u64(j + 1) * u64(0x9E3779B97F4A7C15)
-        i = j * stride + np.int64((h >> u64(33)) % u64(stride))
+        h = u64(first + j + 1) * u64(GOLDEN)
+        i = (first + j) * stride + np.int64((h >> u64(33)) % u64(stride))
         p = x[i] + r[i] if r.size else x[i]
         out[j] = magnitude(p)
 
@@ -57,32 +55,31 @@ def _sample(x, r, out):
 def _collect(x, r, bound, first, positions, values):
     """Positions and values of all |x + r| with bits >= bound; -1 as count when they do not fit.
 
-    The buffers must have room for a block more.
+    The buffers must have room for a word more.
     """
-    flags = np.zeros(BLOCK, np.uint8)
-    words = flags.view(u64)
     found = 0
     top = bound
-    for lo in range(0, x.size, BLOCK):
-        hi = min(lo + BLOCK, x.size)
-        own, other = x[lo:hi], r[lo:hi]
-        for i in range(hi - lo):
-            p = own[i] + other[i] if r.size else own[i]
-            flags[i] = np.uint8(magnitude(p) >= bound)
-        if hi - lo < BLOCK:
-            flags[hi - lo :] = 0
-        if found + BLOCK > positions.size:
+    whole = x.size // WORD * WORD
+    for lo in range(0, whole, WORD):
+        word = sum_reaching(x, r, lo, bound) if r.size else reaching(x, lo, bound)
+        if word and found + WORD > positions.size:
             return -1, top
-        for w in range(words.size):
-            word = words[w]
-            while word:
-                i = 8 * w + np.int64(trailing_zeros(word) >> u64(3))
-                word &= word - u64(1)
-                p = own[i] + other[i] if r.size else own[i]
-                top = max(top, magnitude(p))
-                positions[found] = first + lo + i
-                values[found] = p
-                found += 1
+        while word:
+            i = lo + np.int64(trailing_zeros(word))
+            word &= word - u64(1)
+            positions[found] = first + i
+            values[found] = x[i] + r[i] if r.size else x[i]
+            found += 1
+    if found + WORD > positions.size:
+        return -1, top
+    for i in range(whole, x.size):
+        p = x[i] + r[i] if r.size else x[i]
+        positions[found] = first + i
+        values[found] = p
+        found += np.int64(magnitude(p) >= bound)
+    # Not above: with it, collecting takes a third longer.
+    for i in range(found):
+        top = max(top, magnitude(values[i]))
     return found, top
 
 
@@ -93,44 +90,60 @@ def _rank(size, k, n):
     return np.int64(expected + 4 * np.sqrt(expected) + 8)
 
 
-def _bracket(x, r, k: int):
+def _bracket(source: Source, k: int):
     """A bound that k elements surely reach, and the share of elements expected to."""
-    sample = np.empty(SAMPLE, INTEGER[x.dtype])
-    _sample(x, r, sample)
-    rank = _rank(SAMPLE, k, x.size)
+    rank = int(_rank(SAMPLE, k, source.size))
     if rank >= SAMPLE:
         return None
-    return np.partition(sample, SAMPLE - rank)[SAMPLE - rank], rank / SAMPLE
+    sample, stride = np.empty(SAMPLE, INTEGER[source.dtype]), source.size // SAMPLE
+    if source.narrow:
+        numbers = np.arange(SAMPLE, dtype=u64)
+        hashes = (numbers + u64(1)) * u64(GOLDEN)
+        places = numbers * u64(stride) + (hashes >> u64(33)) % u64(stride)
+        x, r = source.at(places.astype(np.int64))
+        sample[:] = np.abs(x + r if r.size else x).view(sample.dtype)
+    else:
+        x, r = source.whole
+        threads.run(
+            lambda lo, hi: _sample(x, r, lo, stride, sample[lo:hi]),
+            threads.ranges(SAMPLE, least=SAMPLE // 4),
+        )
+    sample.partition(SAMPLE - rank)
+    return sample[SAMPLE - rank], rank / SAMPLE
 
 
-def _candidates(x, r, k: int):
-    """(positions, values, top magnitude) of a superset of the top k, or None if misled."""
-    bracket = _bracket(x, r, k)
+def _candidates(source: Source, k: int):
+    """A superset of the top k, range by range; None if misled."""
+    bracket = _bracket(source, k)
     if bracket is None:
         return None
     bound, share = bracket
 
-    parts = threads.ranges(x.size)
-    # Large values may all lie in one range, so each has room for all of them. Allocated here: the
-    # C library gives memory of other threads back to the system, at a page fault a page.
-    room = min(x.size, int(x.size * share * 1.5)) + 1024
-    buffers = {
-        lo: (np.empty(room, index_dtype(x.size)), np.empty(room, x.dtype)) for lo, _ in parts
-    }
+    n, kinds = source.size, (np.dtype(index_dtype(source.size)), source.dtype)
+    parts = threads.ranges(n)
+    # Large values may all lie in one range, so each has room for all of them.
+    room = (min(n, int(n * share * 1.5)) + 1024) // WORD * WORD  # so that all are aligned
+    memory = threads.scratch(len(parts) * room * sum(kind.itemsize for kind in kinds))
+    buffers: dict[int, list[Any]] = {lo: [] for lo, _ in parts}
+    for lo, _ in parts:
+        for kind in kinds:
+            taken, memory = np.split(memory, [room * kind.itemsize])
+            buffers[lo].append(taken.view(kind))
 
     def work(lo, hi):
         positions, values = buffers[lo]
-        found, top = _collect(x[lo:hi], r[lo:hi], bound, lo, positions, values)
-        return found, top, positions[:found], values[:found]
+        found, top = 0, bound
+        for begin, _, x, r in source.pieces(lo, hi):
+            more, highest = _collect(x, r, bound, begin, positions[found:], values[found:])
+            if more < 0:
+                return None
+            found, top = found + more, max(top, highest)
+        return Candidates(positions[:found], values[:found], bound, top)
 
-    results = threads.run(work, parts)
-    if any(found < 0 for found, *_ in results) or sum(found for found, *_ in results) < k:
+    found = threads.run(work, parts)
+    if any(one is None for one in found) or sum(one.values.size for one in found) < k:
         return None
-    top = max(top for _, top, *_ in results)
-    if len(results) == 1:
-        return results[0][2], results[0][3], top
-    _, _, positions, values = zip(*results, strict=True)
-    return np.concatenate(positions), np.concatenate(values), top
+    return found
 
 
 @jit
@@ -141,7 +154,7 @@ def _small_top_k(x, r, k, sample, positions, values):
     """
     bound = magnitude(x.dtype.type(0))
     if sample.size:
-        _sample(x, r, sample)
+        _sample(x, r, np.int64(0), x.size // sample.size, sample)
         rank = _rank(sample.size, k, x.size)
         if rank >= sample.size:
             return -1, bound
@@ -157,45 +170,50 @@ def _small_top_k(x, r, k, sample, positions, values):
         ties = k
         for i in range(found):
             ties -= bits[i] > edge
-        chosen = np.empty(k, np.int64)
-        keep(values[:found], values[:0], np.int64(edge), ties, np.int64(0), chosen)
-        for i in range(k):
-            positions[i] = positions[chosen[i]]
-            values[i] = values[chosen[i]]
+        pick(positions[:found], values[:found], np.int64(edge), ties, positions[:k], values[:k])
     return k, top
 
 
-def _try_small(x, r, k: int):
+def _try_small(source: Source, k: int):
     """(positions, values, top magnitude) of the top k, or None if misled."""
-    sample = np.empty(max(1024, x.size // 64) if x.size >= 4096 else 0, INTEGER[x.dtype])
-    positions = np.empty(x.size + BLOCK, index_dtype(x.size))
-    values = np.empty(x.size + BLOCK, x.dtype)
+    n = source.size
+    ((_, _, x, r),) = source.pieces(0, n)
+    sample = np.empty(max(1024, n // 64) if n >= 4096 else 0, INTEGER[source.dtype])
+    positions = np.empty(n + WORD, index_dtype(n))
+    values = np.empty(n + WORD, source.dtype)
     found, top = _small_top_k(x, r, k, sample, positions, values)
     return None if found < 0 else (positions[:k].copy(), values[:k].copy(), top)
 
 
 def top_k(x: torch.Tensor, r: torch.Tensor | None, k: int):
     """(positions, values) of the k largest |x + r|, ascending positions, ties to the lower one."""
-    xs, rs = arrays(x, r)
-    found = _try_small(xs, rs, k) if xs.size <= SMALL else _candidates(xs, rs, k)
-    if found is None:
-        chosen = exact_top_k(xs, rs, k)
-        if chosen is None:
-            return None
-        at = torch.from_numpy(chosen.astype(index_dtype(xs.size), copy=False))
-        return at, take(x, r, at)
-    positions, values, top = found
-    if top >= INFINITY_BITS[xs.dtype]:
+    source = Source(x, r)
+    infinity = INFINITY_BITS[source.dtype]
+    if source.size <= SMALL:
+        chosen = _try_small(source, k)
+        if chosen is not None:
+            positions, values, top = chosen
+            if top >= infinity:
+                return None
+            return torch.from_numpy(positions), torch.from_numpy(values)
+    else:
+        candidates = _candidates(source, k)
+        if candidates is not None:
+            if max(each.top for each in candidates) >= infinity:
+                return None
+            positions, values = best_candidates(candidates, k)
+            return torch.from_numpy(positions), torch.from_numpy(values)
+    at = exact_top_k(source, k)
+    if at is None:
         return None
-    if positions.size > k:
-        positions, values = few_top_k(positions, values, k)
-    return torch.from_numpy(positions), torch.from_numpy(values)
+    at = torch.from_numpy(at.astype(index_dtype(source.size), copy=False))
+    return at, take(x, r, at)
 
 
 @jit
 def _collect_of_chunk(x, r, bound, first, positions, values):
     """The number of positions and values of all |x + r| with bits >= bound; there is room."""
-    if x.size >= BLOCK:
+    if x.size >= WORD:
         return _collect(x, r, bound, first, positions, values)[0]
     found = 0
     for i in range(x.size):  # without a branch, as what comes next cannot be predicted
@@ -214,7 +232,7 @@ def _collect_enough(x, r, k, aim, bound, first, sample, positions, values):
         if found >= k:
             return found, bound
     if aim < x.size and x.size >= 4 * sample.size:
-        _sample(x, r, sample)
+        _sample(x, r, np.int64(0), x.size // sample.size, sample)
         rank = _rank(sample.size, k, x.size)
         if rank < sample.size:
             lower = select(sample, sample.size - rank)
@@ -258,7 +276,7 @@ def _divide(sizes, k, low, high):
 def _chunk_top_k(x, r, first, chunk, k, last, step, bits, places, found, positions, values):
     """Fill positions and values; return the bits of the largest magnitude.
 
-    `bits`, `places` and `found` are memory to work in, for a chunk and a block more.
+    `bits`, `places` and `found` are memory to work in, for a chunk and a word more.
     """
     whole = bits.dtype.type
     bound = whole(0)
@@ -309,29 +327,32 @@ def chunk_top_k(x: torch.Tensor, r: torch.Tensor | None, chunk: int, k: int, las
     """
     if chunk > SMALL:
         return _long_chunk_top_k(x, r, chunk, k, last)
-    xs, rs = arrays(x, r)
-    n, step = xs.size, STEP[xs.dtype]
+    source = Source(x, r)
+    n, step = source.size, STEP[source.dtype]
     count = n // chunk * k + last
-    positions, values = np.empty(count, index_dtype(n)), np.empty(count, xs.dtype)
+    positions, values = np.empty(count, index_dtype(n)), np.empty(count, source.dtype)
     parts = threads.ranges(n, chunk)
-    room = max(chunk, FEW) + BLOCK
+    room = max(chunk, FEW) + WORD
+    # Allocated here: the C library gives memory of other threads back to the system.
     scratch = {
         lo: (
-            np.empty(room, INTEGER[xs.dtype]),
+            np.empty(room, INTEGER[source.dtype]),
             np.empty(room, positions.dtype),
-            np.empty(room, xs.dtype),
+            np.empty(room, source.dtype),
         )
         for lo, _ in parts
     }
 
     def work(lo, hi):
-        a, b = lo // chunk * k, count if hi == n else hi // chunk * k
-        return _chunk_top_k(
-            xs[lo:hi], rs[lo:hi], lo, chunk, k, last, step, *scratch[lo], positions[a:b],
-            values[a:b],
-        )  # fmt: skip
+        top = 0
+        for begin, end, xs, rs in source.pieces(lo, hi, chunk):
+            a, b = begin // chunk * k, count if end == n else end // chunk * k
+            out = positions[a:b], values[a:b]
+            found = _chunk_top_k(xs, rs, begin, chunk, k, last, step, *scratch[lo], *out)
+            top = max(top, found)
+        return top
 
-    if max(threads.run(work, parts)) >= INFINITY_BITS[xs.dtype]:
+    if max(threads.run(work, parts)) >= INFINITY_BITS[source.dtype]:
         return None
     return torch.from_numpy(positions), torch.from_numpy(values)
 
@@ -365,21 +386,20 @@ def _count(x, r, bound):
 
 def above(x: torch.Tensor, r: torch.Tensor | None, value: float):
     """(positions, values) of all |x + r| >= value, ascending positions."""
-    xs, rs = arrays(x, r)
-    bound = np.abs(np.array(value, xs.dtype)).view(INTEGER[xs.dtype])[()]
-    parts = threads.ranges(xs.size)
-    counts = threads.run(lambda lo, hi: _count(xs[lo:hi], rs[lo:hi], bound), parts)
-    if max(top for _, top in counts) >= INFINITY_BITS[xs.dtype]:
+    source = Source(x, r)
+    bound = np.abs(np.array(value, source.dtype)).view(INTEGER[source.dtype])[()]
+    counts = source.scan(lambda lo, hi, xs, rs: (lo, *_count(xs, rs, bound)))
+    if max(top for *_, top in counts) >= INFINITY_BITS[source.dtype]:
         return None
+    rooms = {lo: count + WORD for lo, count, _ in counts}
 
-    def work(lo, hi):
-        room = counts[[p[0] for p in parts].index(lo)][0] + BLOCK
-        positions = np.empty(room, index_dtype(xs.size))
-        values = np.empty(room, xs.dtype)
-        found, _ = _collect(xs[lo:hi], rs[lo:hi], bound, lo, positions, values)
+    def work(lo, hi, xs, rs):
+        positions = np.empty(rooms[lo], index_dtype(source.size))
+        values = np.empty(rooms[lo], source.dtype)
+        found, _ = _collect(xs, rs, bound, lo, positions, values)
         return positions[:found], values[:found]
 
-    positions, values = zip(*threads.run(work, parts), strict=True)
+    positions, values = zip(*source.scan(work), strict=True)
     return torch.from_numpy(np.concatenate(positions)), torch.from_numpy(np.concatenate(values))
 
 
@@ -394,8 +414,7 @@ def _finite(x, r):
 
 def all_finite(x: torch.Tensor, r: torch.Tensor | None) -> bool:
     """Whether every x + r is finite."""
-    xs, rs = arrays(x, r)
-    return all(threads.run(lambda lo, hi: _finite(xs[lo:hi], rs[lo:hi]), threads.ranges(xs.size)))
+    return all(Source(x, r).scan(lambda lo, hi, xs, rs: _finite(xs, rs)))
 
 
 @jit
@@ -419,14 +438,19 @@ def _take(x, r, first, positions, out):
 
 def take(x: torch.Tensor, r: torch.Tensor | None, positions: torch.Tensor):
     """(x + r)[positions], ascending positions; None if not all of x + r is finite."""
-    (xs, rs), at = arrays(x, r), positions.numpy()
-    out = np.empty(at.size, xs.dtype)
+    source, at = Source(x, r), positions.numpy()
+    out = np.empty(at.size, source.dtype)
 
-    def work(lo, hi):
-        a, b = (0, at.size) if hi - lo == xs.size else np.searchsorted(at, (lo, hi))
-        return _take(xs[lo:hi], rs[lo:hi], lo, at[a:b], out[a:b])
+    def work(lo, hi, xs, rs):
+        a, b = _between(at, lo, hi, source.size)
+        return _take(xs, rs, lo, at[a:b], out[a:b])
 
-    return None if any(threads.run(work, threads.ranges(xs.size))) else torch.from_numpy(out)
+    return None if any(source.scan(work)) else torch.from_numpy(out)
+
+
+def _between(positions, lo: int, hi: int, n: int):
+    """Which of ascending positions below n lie in a range."""
+    return (0, positions.size) if hi - lo == n else np.searchsorted(positions, (lo, hi))
 
 
 @jit
@@ -465,13 +489,13 @@ def scatter_add(
     if not fresh and plus is None:
         _scatter(o, at, v, w)
         return
-    other, mode = (o, ZERO) if plus is None else (plus.numpy(), ADD)
+    mode = ZERO if plus is None else ADD
 
-    def work(lo, hi):
-        a, b = (0, at.size) if hi - lo == o.size else np.searchsorted(at, (lo, hi))
-        _scatter_add(o[lo:hi], mode, other[lo:hi], lo, at[a:b], v[a:b], w)
+    def work(lo, hi, other, _):
+        a, b = _between(at, lo, hi, o.size)
+        _scatter_add(o[lo:hi], mode, other, lo, at[a:b], v[a:b], w)
 
-    threads.run(work, threads.ranges(o.size))
+    Source(out if plus is None else plus).scan(work)
 
 
 @jit

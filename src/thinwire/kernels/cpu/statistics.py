@@ -9,9 +9,8 @@ import math
 import numpy as np
 import torch
 
-from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import from_ordered, jit, load, ordered, sum_jit
-from thinwire.kernels.cpu.sparse import arrays
+from thinwire.kernels.cpu.source import Source
 
 RUN = 1 << 13
 
@@ -28,8 +27,7 @@ def _extent(x, r):
 
 def extent(x: torch.Tensor, r: torch.Tensor | None):
     """(min, max) of x + r, or None if not all are finite."""
-    xs, rs = arrays(x, r)
-    found = threads.run(lambda lo, hi: _extent(xs[lo:hi], rs[lo:hi]), threads.ranges(xs.size))
+    found = Source(x, r).scan(lambda lo, hi, xs, rs: _extent(xs, rs))
     ends = [float(end) for pair in found for end in pair]
     # NaN lies beyond the infinities in this order, so it is always found at an end.
     return (min(ends), max(ends)) if all(map(math.isfinite, ends)) else None
@@ -57,12 +55,12 @@ def _moments(x, r, unit, out):
 
 def moments(x: torch.Tensor, r: torch.Tensor | None, unit: float):
     """The means of v and of v^2 with v = (x + r) * unit; `unit` keeps them from overflowing."""
-    xs, rs = arrays(x, r)
-    out = np.empty((-(-xs.size // RUN), 2))
+    source = Source(x, r)
+    out = np.empty((-(-source.size // RUN), 2))
 
-    def work(lo, hi):
-        _moments(xs[lo:hi], rs[lo:hi], unit, out[lo // RUN : -(-hi // RUN)])
+    def work(lo, hi, xs, rs):
+        _moments(xs, rs, unit, out[lo // RUN : -(-hi // RUN)])
 
-    threads.run(work, threads.ranges(xs.size, RUN))
+    source.scan(work, RUN)
     total, squares = out.sum(0)
-    return float(total) / xs.size, float(squares) / xs.size
+    return float(total) / source.size, float(squares) / source.size

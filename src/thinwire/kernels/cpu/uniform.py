@@ -10,7 +10,6 @@ import math
 import numpy as np
 import torch
 
-from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import (
     ADD,
     INFINITY_BITS,
@@ -24,16 +23,23 @@ from thinwire.kernels.cpu.jit import (
     power_above,
     sum_jit,
 )
-from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
+from thinwire.kernels.cpu.levels import TRITS, pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words
-from thinwire.kernels.cpu.sparse import arrays
+from thinwire.kernels.cpu.source import Source
 from thinwire.kernels.key import Key
 
 RUN = 512  # elements handled at once when one scale serves the whole tensor
-SPAN = 5120  # elements handled at once, in the cache; a multiple of 5, 8 and 512
+SPAN = 512  # elements handled at once, as few as random words come in: so all stays near
+WHOLE = 5 * SPAN  # a multiple of 5 and 8, so that no byte is shared
 TINY = {np.dtype(np.float32): 2.0**-118, np.dtype(np.float64): 2.0**-800}
 PEAK, NORM, GIVEN, POWER = 0, 1, 2, 3
 RULES = {"max": PEAK, "l2": NORM, "given": GIVEN, "power": POWER}
+
+
+@jit
+def span_of(block, width):
+    """Elements handled at once: whole blocks, whole bytes."""
+    return block * max(1, (WHOLE if width == TRITS else SPAN) // block)
 
 
 @sum_jit
@@ -74,9 +80,8 @@ def _stochastic(buffer, inverse, limit, words, levels):
         v = _clamp(buffer[i] * inverse, edge)
         down = np.floor(v)
         u = buffer.dtype.type(np.int32(words[i] >> np.uint32(8))) * unit
-        level = np.int32(down)
-        level = np.int32(level + np.int32(1)) if u < v - down else level
-        levels[i] = np.uint8(np.int32(level + np.int32(limit)))
+        level = np.int32(np.int32(down) + np.int32(limit))
+        levels[i] = np.uint8(np.int32(level + np.int32(u < v - down)))
 
 
 @jit
@@ -98,7 +103,7 @@ def _scale(buffer, bits, limit, rule, tiny, highest, ceiling):
 @jit
 def _encode(x, r, first, scales, packed, block, limit, width, rule, bounds, key):
     """Quantise one range; return the largest magnitude's bits."""
-    span = block * max(1, SPAN // block)
+    span = span_of(block, width)
     buffer = np.empty(min(block, x.size), x.dtype)
     levels = np.empty(min(span, x.size), np.uint8)
     words = np.empty(span + 1024 if key.size else 0, np.uint32)
@@ -148,32 +153,27 @@ def encode_uniform(
     power of two that the levels suffice for: then what was decoded is encoded without any error.
     Stochastic with a `key`, else nearest.
     """
-    xs, rs = arrays(x, r)
-    n = xs.size
+    source = Source(x, r)
+    n, dtype = source.size, source.dtype
     given = rule == "given"
     each = RUN if block is None else block
-    info = np.finfo(xs.dtype)
+    info = np.finfo(dtype)
     # The largest scale whose product with the limit is finite, also when rounding goes up.
     ceiling = float(info.max) / limit * (1 - 4 * float(info.eps))
     if rule == "power":
         ceiling = 2.0 ** (math.frexp(ceiling)[1] - 1)
-    bounds = TINY[xs.dtype], float(info.max), ceiling
-    scales = (
-        np.full(1, min(scale, ceiling), xs.dtype) if given else np.empty(-(-n // each), xs.dtype)
-    )
+    bounds = TINY[dtype], float(info.max), ceiling
+    scales = np.full(1, min(scale, ceiling), dtype) if given else np.empty(-(-n // each), dtype)
     packed = np.empty(packed_bytes(n, width), np.uint8)
     words = key_words(key)
 
-    def work(lo, hi):
+    def work(lo, hi, xs, rs):
         own = scales if given else scales[lo // each :]
         out = packed[packed_bytes(lo, width) :]
-        return _encode(
-            xs[lo:hi], rs[lo:hi], lo, own, out, each, limit, width, RULES[rule], bounds,
-            words,
-        )  # fmt: skip
+        return _encode(xs, rs, lo, own, out, each, limit, width, RULES[rule], bounds, words)
 
-    tops = threads.run(work, threads.ranges(n, block or SPAN))
-    if not given and max(tops) >= INFINITY_BITS[xs.dtype]:
+    tops = source.scan(work, block or WHOLE)
+    if not given and max(tops) >= INFINITY_BITS[dtype]:
         return None
     return torch.from_numpy(scales), torch.from_numpy(packed)
 
@@ -187,7 +187,7 @@ def _values(levels, limit, scale, out):
 @jit
 def _add(out, mode, x, packed, scales, block, limit, width, weight):
     one = scales.size == 1
-    span = block * max(1, SPAN // block)
+    span = span_of(block, width)
     levels = np.empty(min(span, out.size), np.uint8)
     values = np.empty(min(block, out.size), scales.dtype)
     for lo in range(0, out.size, span):
@@ -215,23 +215,13 @@ def add_uniform(
 ) -> None:
     """out += weight * value, after zeroing out (`fresh`) or adding another tensor (`plus`)."""
     o, levels, s = out.numpy(), packed.numpy(), scales.numpy()
-    other = o if plus is None else plus.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
     each = RUN if block is None else block
     w = o.dtype.type(weight)
 
-    def work(lo, hi):
+    def work(lo, hi, other, _):
         own = s if s.size == 1 else s[lo // each : -(-hi // each)]
-        _add(
-            o[lo:hi],
-            mode,
-            other[lo:hi],
-            levels[packed_bytes(lo, width) :],
-            own,
-            each,
-            limit,
-            width,
-            w,
-        )
+        begin = packed_bytes(lo, width)
+        _add(o[lo:hi], mode, other, levels[begin:], own, each, limit, width, w)
 
-    threads.run(work, threads.ranges(o.size, block or SPAN))
+    Source(out if plus is None else plus).scan(work, block or WHOLE)

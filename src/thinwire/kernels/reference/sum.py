@@ -5,8 +5,9 @@ from torch import Tensor
 
 
 def total(x: Tensor, r: Tensor | None) -> Tensor:
-    """x + r, or x itself; callers do not write to it."""
-    return x if r is None else x + r
+    """x + r, or x itself, in float32 or float64; callers do not write to it."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return wide if r is None else wide + r
 
 
 def extent(x: Tensor, r: Tensor | None) -> tuple[float, float] | None:
