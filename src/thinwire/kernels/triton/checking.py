@@ -21,6 +21,10 @@ from thinwire.kernels.key import Key
 from thinwire.kernels.triton.launch import MOST, rows_of
 
 
+WRITES_HALF = ("round_to_bfloat16",)  # what others have of half precision, they only read
+HALF = (torch.float16, torch.bfloat16)
+
+
 class Checked:
     """A kernel that is compared with the reference before it is used for the first time.
 
@@ -38,6 +42,9 @@ class Checked:
         self._lock = threading.RLock()
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        if self.name not in WRITES_HALF:
+            arguments = tuple(map(_widened, arguments))
+            settings = {name: _widened(value) for name, value in settings.items()}
         device = _device([*arguments, *settings.values()])
         variant = (device, *_kinds([*arguments, *sorted(settings.items())]))
         if variant not in self._agreed:
@@ -77,6 +84,11 @@ def _trouble(call: KernelCall, kernel: Callable[..., Any]) -> str | None:
         text = " ".join(str(error).split())
         return f"it cannot be run, {type(error).__name__}: {text[:300]}"
     return None
+
+
+def _widened(value: Any) -> Any:
+    """Half precision in float32, which kernels of this package read."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
 
 
 def _device(values: list[Any]) -> torch.device:
