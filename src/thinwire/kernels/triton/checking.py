@@ -20,7 +20,6 @@ from thinwire.kernels.contract import KernelCall, difference, small_calls
 from thinwire.kernels.key import Key
 from thinwire.kernels.triton.launch import MOST, rows_of
 
-
 WRITES_HALF = ("round_to_bfloat16",)  # what others have of half precision, they only read
 HALF = (torch.float16, torch.bfloat16)
 
