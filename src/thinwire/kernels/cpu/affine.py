@@ -50,10 +50,9 @@ def _scale(low, high, top, tiny, highest, shrink):
 
 
 @jit
-def _encode(x, r, first, lows, scales, packed, block, width, given, bounds, key):
+def _encode(x, r, first, lows, scales, packed, block, span, width, given, bounds, key):
     tiny, highest, shrink = bounds
     top = np.float64((1 << width) - 1)
-    span = span_of(block, width)
     buffer = np.empty(min(block, x.size), x.dtype)
     levels = np.empty(min(span, x.size), np.uint8)
     words = np.empty(span + 1024 if key.size else 0, np.uint32)
@@ -106,12 +105,12 @@ def encode_affine(
         lows[0] = extent[0]
         scales[0] = _scale(*extent, float((1 << width) - 1), *bounds)
     packed = np.empty(packed_bytes(n, width), np.uint8)
-    words = key_words(key)
+    words, span = key_words(key), span_of(each, width)
 
     def work(lo, hi, xs, rs):
         skip = 0 if given else lo // each
         out = lows[skip:], scales[skip:], packed[packed_bytes(lo, width) :]
-        return _encode(xs, rs, lo, *out, each, width, given, bounds, words)
+        return _encode(xs, rs, lo, *out, each, span, width, given, bounds, words)
 
     if any(source.scan(work, block or WHOLE)):
         return None
@@ -125,9 +124,8 @@ def _values(levels, base, unit, out):
 
 
 @jit
-def _add(out, mode, x, packed, lows, scales, block, width, weight):
+def _add(out, mode, x, packed, lows, scales, block, span, width, weight):
     one = scales.size == 1
-    span = span_of(block, width)
     levels = np.empty(min(span, out.size), np.uint8)
     values = np.empty(min(block, out.size), scales.dtype)
     for lo in range(0, out.size, span):
@@ -158,11 +156,11 @@ def add_affine(
     o, levels, low, scale = out.numpy(), packed.numpy(), lows.numpy(), scales.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
     each = RUN if block is None else block
-    w = o.dtype.type(weight)
+    w, span = o.dtype.type(weight), span_of(each, width)
 
     def work(lo, hi, other, _):
         cut = slice(None) if scale.size == 1 else slice(lo // each, -(-hi // each))
         own = levels[packed_bytes(lo, width) :]
-        _add(o[lo:hi], mode, other, own, low[cut], scale[cut], each, width, w)
+        _add(o[lo:hi], mode, other, own, low[cut], scale[cut], each, span, width, w)
 
     Source(out if plus is None else plus).scan(work, block or WHOLE)

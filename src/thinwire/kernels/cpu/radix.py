@@ -7,7 +7,7 @@ above a bound, most of which are chosen, by counting once how far above it they 
 import numpy as np
 
 from thinwire.kernels import threads
-from thinwire.kernels.cpu.jit import INFINITY_BITS, jit, magnitude
+from thinwire.kernels.cpu.jit import INFINITY_BITS, INTEGER, jit, magnitude
 from thinwire.kernels.cpu.source import Source
 
 DIGIT = 11  # bits a pass: 2048 counters stay in the first-level cache
@@ -119,7 +119,7 @@ class Candidates:
 
     def members(self, place):
         """Magnitudes at one place of `counts`."""
-        out = np.empty(self.counts[place], np.int64)
+        out = np.empty(self.counts[place], INTEGER[self.values.dtype])
         _members(self.values, self.bound, self.shift, place, PLACES - 1, out)
         return out
 
@@ -133,7 +133,7 @@ def best_candidates(found: list[Candidates], k: int):
     place, need = _place(np.sum([each.counts for each in found], axis=0), k)
     members = threads.run(lambda i, _: found[i].members(place), parts)
     there = np.concatenate(members)
-    edge = select(there, there.size - need)
+    edge = np.int64(select(there, there.size - need))
     ties = need - int(np.count_nonzero(there > edge))
     out = np.empty(k, found[0].positions.dtype), np.empty(k, found[0].values.dtype)
     shares, done = [], 0

@@ -36,8 +36,7 @@ PEAK, NORM, GIVEN, POWER = 0, 1, 2, 3
 RULES = {"max": PEAK, "l2": NORM, "given": GIVEN, "power": POWER}
 
 
-@jit
-def span_of(block, width):
+def span_of(block: int, width: int) -> int:
     """Elements handled at once: whole blocks, whole bytes."""
     return block * max(1, (WHOLE if width == TRITS else SPAN) // block)
 
@@ -101,9 +100,8 @@ def _scale(buffer, bits, limit, rule, tiny, highest, ceiling):
 
 
 @jit
-def _encode(x, r, first, scales, packed, block, limit, width, rule, bounds, key):
+def _encode(x, r, first, scales, packed, block, span, limit, width, rule, bounds, key):
     """Quantise one range; return the largest magnitude's bits."""
-    span = span_of(block, width)
     buffer = np.empty(min(block, x.size), x.dtype)
     levels = np.empty(min(span, x.size), np.uint8)
     words = np.empty(span + 1024 if key.size else 0, np.uint32)
@@ -165,12 +163,12 @@ def encode_uniform(
     bounds = TINY[dtype], float(info.max), ceiling
     scales = np.full(1, min(scale, ceiling), dtype) if given else np.empty(-(-n // each), dtype)
     packed = np.empty(packed_bytes(n, width), np.uint8)
-    words = key_words(key)
+    words, span = key_words(key), span_of(each, width)
 
     def work(lo, hi, xs, rs):
         own = scales if given else scales[lo // each :]
         out = packed[packed_bytes(lo, width) :]
-        return _encode(xs, rs, lo, own, out, each, limit, width, RULES[rule], bounds, words)
+        return _encode(xs, rs, lo, own, out, each, span, limit, width, RULES[rule], bounds, words)
 
     tops = source.scan(work, block or WHOLE)
     if not given and max(tops) >= INFINITY_BITS[dtype]:
@@ -185,9 +183,8 @@ def _values(levels, limit, scale, out):
 
 
 @jit
-def _add(out, mode, x, packed, scales, block, limit, width, weight):
+def _add(out, mode, x, packed, scales, block, span, limit, width, weight):
     one = scales.size == 1
-    span = span_of(block, width)
     levels = np.empty(min(span, out.size), np.uint8)
     values = np.empty(min(block, out.size), scales.dtype)
     for lo in range(0, out.size, span):
@@ -217,11 +214,11 @@ def add_uniform(
     o, levels, s = out.numpy(), packed.numpy(), scales.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
     each = RUN if block is None else block
-    w = o.dtype.type(weight)
+    w, span = o.dtype.type(weight), span_of(each, width)
 
     def work(lo, hi, other, _):
         own = s if s.size == 1 else s[lo // each : -(-hi // each)]
         begin = packed_bytes(lo, width)
-        _add(o[lo:hi], mode, other, levels[begin:], own, each, limit, width, w)
+        _add(o[lo:hi], mode, other, levels[begin:], own, each, span, limit, width, w)
 
     Source(out if plus is None else plus).scan(work, block or WHOLE)
