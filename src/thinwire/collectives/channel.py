@@ -42,6 +42,7 @@ class Runnable(Protocol):
 
     handle: Handle
     options: Options
+    looks_back: bool
 
     def run(self, link: Link, limit: timedelta) -> None: ...
 
@@ -236,8 +237,12 @@ class Channel:
         exchange.handle._end(PeerError("the process group has been destroyed"))
 
     def _carry_out(self, exchange: Runnable) -> None:
-        if self._finishing is not None and not exchange.may_run_beside(self._finishing):
+        finishing = self._finishing
+        if exchange.looks_back or (
+            finishing is not None and not exchange.may_run_beside(finishing)
+        ):
             self._wait_for_finisher()
+        del finishing
         error = _error_of(lambda: self._run_exchange(exchange))
         self._wait_for_finisher()  # exchanges end in their order
         if error is None and self._is_followed():

@@ -47,6 +47,9 @@ class Exchange(ABC):
 
     A subclass fills `details`: what ranks must agree in, besides the name of the call.
 
+    Attributes:
+        looks_back: `enter` asks for the results of earlier exchanges, which must have ended then.
+
     Args:
         name: of the call, "all_reduce".
         tensors: that it is about: they must be on one device.
@@ -54,6 +57,8 @@ class Exchange(ABC):
         result: what the handle's future holds in the end.
         what: the exchange in words, for errors and logs.
     """
+
+    looks_back = False
 
     def __init__(
         self,

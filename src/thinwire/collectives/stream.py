@@ -169,10 +169,13 @@ class Flow:
         assert half is not None
         messages, finite = self._opened(("each", number))
         del messages[self._me]
-        with self._transport.clock("encode"):
-            self._try(lambda: half.take(messages, finite))
         if self._slices[number].to_all is not None:
+            with self._transport.clock("encode"):
+                self._try(lambda: half.take(messages, finite))
             self._send_to_all(number)
+        elif not self._failed:  # no letter follows that could tell of a failure
+            with self._transport.clock("decode"):
+                half.take(messages, finite)
 
     def _end(self, number: int) -> None:
         """Take what all have sent to all of a slice."""

@@ -160,7 +160,7 @@ class AveragingStep(ExchangeStep):
     def __init__(self, wire: AveragingWire) -> None:
         super().__init__(wire)
         self.details += wire._step_details()
-        self._all_or_nothing = wire._all_or_nothing
+        self.looks_back = wire._all_or_nothing
         self._began = self.ended = time.perf_counter()
         self._first_wait: float | None = None
         self.waited = 0.0
@@ -168,7 +168,7 @@ class AveragingStep(ExchangeStep):
     def admit(self) -> None:
         super().admit()
         # What ended before is the same on all ranks: they all go on, or none of them.
-        if self._all_or_nothing and not self.all_finite():
+        if self.looks_back and not self.all_finite():
             raise SkippedError("not sent: what was sent before it is not finite")
 
     @property

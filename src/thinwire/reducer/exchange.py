@@ -33,8 +33,10 @@ class Driver:
         skips_unused: leave out what is remembered of tensors that are zero on all ranks. DDP throws
             away the averages of parameters that nobody has used.
         details: more that ranks must agree in.
+        looks_back: `admit` asks for results of exchanges before it.
     """
 
+    looks_back = False
     step = 0
     defers_commit = False
     skips_unused = False
@@ -104,6 +106,7 @@ class UnitExchange(AllReduce):
         self._seed_key = key
         self._kept_recalled = recalled
         self._uncommitted = False
+        self.looks_back = driver.looks_back
         self.unused: set[str] = set()
         super().__init__(
             "average",
