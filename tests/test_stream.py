@@ -173,6 +173,48 @@ def test_reduce_scatter_goes_in_slices_too():
     ranks.run(on_scatter, ranks=3)
 
 
+def on_nodes() -> list[int]:
+    """Two nodes of two: the sums of nodes go in slices between them."""
+    me = dist.get_rank()
+    x, r = gradient(me), torch.zeros(N)
+    with slicing() as counts:
+        tw.all_reduce(x, "quantize:8", residual=r, op="avg", nodes=2, key=KEY)
+    exact = sum(gradient(rank) for rank in range(4)) / 4
+    # What was not sent is in the residuals, one after the other.
+    left = [torch.empty(N) for _ in range(4)]
+    dist.all_gather(left, r)
+    assert torch.allclose(x + sum(left) / 4, exact, atol=1e-5)
+    return counts
+
+
+def test_sums_of_nodes_go_in_slices_between_them():
+    assert all(counts == [SLICES] for counts in ranks.run(on_nodes, ranks=4))
+
+
+def on_failing_node() -> tuple[Report, bool]:
+    """The encoder of rank 1 breaks in the second slice of what goes between nodes."""
+    whole, uses = tw.Quantize.encode_flat, []
+
+    def broken(self, request):
+        uses.append(1)
+        if len(uses) == 2:
+            raise RuntimeError("out of paper")
+        return whole(self, request)
+
+    with pytest.MonkeyPatch.context() as patch, slicing():
+        if dist.get_rank() == 1:
+            patch.setattr(tw.Quantize, "encode_flat", broken)
+        report = attempt(n=N, compressor="quantize:4", nodes=2)
+    return report, works()
+
+
+def test_a_rank_that_cannot_go_on_between_nodes_tells_all():
+    for rank, (report, usable) in enumerate(ranks.run(on_failing_node, ranks=4)):
+        assert "RuntimeError: out of paper" in report.error, rank
+        assert report.untouched, rank
+        assert usable, rank
+
+
 def on_non_finite() -> None:
     """A NaN in the last slice of one rank."""
     me = dist.get_rank()

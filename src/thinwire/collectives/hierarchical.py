@@ -40,6 +40,7 @@ from thinwire.collectives.memory import (
 from thinwire.collectives.message import LENGTH, bundled_bytes, unbundle
 from thinwire.collectives.nodes import NodeLayout
 from thinwire.collectives.reduction import Part, Reduction
+from thinwire.collectives.stream import in_stream
 from thinwire.collectives.transport import SubgroupTransport, Transport
 from thinwire.collectives.twoshot import max_shard_bytes, settle_shards, sum_shards
 from thinwire.compressors import LocalCompressor, SparseCompressor
@@ -158,7 +159,9 @@ class Hierarchical(Algorithm):
             owners = self._nodes.owners(self._place)
             subgroup = SubgroupTransport(transport, owners)
             before = subgroup.link.bytes_sent
-            flat = algorithm_for(self.between, self._sums, owners.index(self.rank), len(owners))
+            flat = in_stream(
+                algorithm_for(self.between, self._sums, owners.index(self.rank), len(owners))
+            )
             with subgroup.preparing():
                 flat.prepare()
             flat.exchange(subgroup)
