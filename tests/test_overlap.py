@@ -4,6 +4,7 @@ Functions with a leading `on_` run on every rank, in the processes of ranks.py.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,28 @@ def on_two(seconds: float, calls: Callable[..., list[Any]]) -> int:
         for handle in calls():
             handle.wait()
     return watching.seen
+
+
+def on_slow_finish(spec: str) -> None:
+    """What is finished late is not what the next exchange has put in its place."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    finish = AllReduce.finish
+
+    def late(exchange: Any) -> None:
+        time.sleep(0.02)
+        finish(exchange)
+
+    tensors = [torch.full((N,), float(10 * i + me)) for i in range(6)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AllReduce, "finish", late)
+        tw.wait_all([tw.all_reduce(x, spec, op="avg", async_op=True) for x in tensors])
+    for i, x in enumerate(tensors):
+        assert same(x, torch.full_like(x, 10 * i + (size - 1) / 2)), i
+
+
+@pytest.mark.parametrize("spec", ["none", "cast:bf16", "topk:1.0"])
+def test_an_exchange_that_is_finished_late_keeps_its_own_memory(spec):
+    ranks.run(on_slow_finish, spec, ranks=3)
 
 
 def on_separate(seconds: float) -> int:

@@ -265,17 +265,24 @@ class Link:
         return torch.empty(count, dtype=like.dtype, device=like.device, pin_memory=self.pins_memory)
 
     def scratch(self, like: Tensor) -> Tensor:
-        """Memory of a tensor's length and type, valid until the next call of this.
+        """Memory of a tensor's length and type, the caller's own.
 
-        Kept from one exchange to the next: fresh memory of this size costs more than copying.
+        Who is done with it gives it to `keep`, for the next: fresh memory of this size costs more
+        than copying.
         """
-        if like.nbytes > MOST_KEPT:
-            return torch.empty_like(like)
-        kept = self._scratch
+        with self._lock:
+            kept, self._scratch = self._scratch, None
         if kept is None or kept.device != like.device or kept.numel() < like.nbytes:
             kept = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
-            self._scratch = kept
         return kept[: like.nbytes].view(like.dtype)
+
+    def keep(self, scratch: Tensor) -> None:
+        """Nobody needs this memory of `scratch` any more."""
+        whole = torch.empty(0, dtype=torch.uint8, device=scratch.device)
+        whole.set_(scratch.untyped_storage())
+        if whole.nbytes <= MOST_KEPT:
+            with self._lock:
+                self._scratch = whole
 
     @property
     def closed(self) -> bool:

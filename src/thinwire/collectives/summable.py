@@ -13,6 +13,7 @@ power of two on the way.
 
 import dataclasses
 import struct
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -71,6 +72,7 @@ class UncompressedSum(Algorithm):
 
     def prepare(self) -> None:
         # The copy lies in a scratch buffer of the link, which comes with the transport.
+        self._scratch: Tensor | None = None
         self.reduction.count(self.reduction.parts, [part.x.nbytes for part in self.reduction.parts])
 
     def exchange(self, transport: Transport) -> None:
@@ -88,7 +90,9 @@ class UncompressedSum(Algorithm):
     def _copied(self, transport: Transport) -> dict[torch.dtype, Tensor]:
         parts = self.reduction.parts
         if len(parts) == 1:
-            pools = {parts[0].x.dtype: transport.link.scratch(parts[0].x).copy_(parts[0].x)}
+            self._scratch = transport.link.scratch(parts[0].x).copy_(parts[0].x)
+            self._link = weakref.ref(transport.link)
+            pools = {parts[0].x.dtype: self._scratch}
         else:
             pools = pooled([part.x for part in parts])
         for dtype, pool in pools.items():
@@ -102,6 +106,10 @@ class UncompressedSum(Algorithm):
         for part, total in zip(parts, _unpooled(self._pools, [p.x for p in parts]), strict=True):
             _, last = _weights(part.x.dtype, self.weight)
             torch.mul(total, last, out=part.x) if last != 1 else part.x.copy_(total)
+        link = None if self._scratch is None else self._link()
+        if link is not None and self._scratch is not None:
+            link.keep(self._scratch)
+        self._scratch, self._pools = None, {}
 
 
 def _weights(dtype: torch.dtype, weight: float) -> tuple[float, float]:
