@@ -83,8 +83,10 @@ class Gather(StreamAlgorithm, ToAll):
     def take_all(self, received: list[Tensor], finite: bool) -> None:
         self.finite = finite
         payloads = self._opened(self._first, received)
-        if self._at_once and all(part.compressor.leaves_out for part in self._first.parts):
-            self._received = payloads  # single elements are added at little cost in the end
+        if self._at_once:
+            # Added up in the end, where the sums belong: in a buffer of their own they would come
+            # sooner, but fresh memory and the copy take longer than that saves.
+            self._received = payloads
         else:
             self._add_up(self._first, payloads)
 
