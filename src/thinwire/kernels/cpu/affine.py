@@ -11,7 +11,7 @@ from thinwire.kernels.cpu.jit import ADD, KEEP, ZERO, combine, from_ordered, jit
 from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
 from thinwire.kernels.cpu.random import fill, key_words
 from thinwire.kernels.cpu.source import Source
-from thinwire.kernels.cpu.uniform import RUN, TINY, WHOLE, span_of
+from thinwire.kernels.cpu.uniform import RUN, SPAN, TINY, span_of
 from thinwire.kernels.key import Key
 
 
@@ -105,14 +105,14 @@ def encode_affine(
         lows[0] = extent[0]
         scales[0] = _scale(*extent, float((1 << width) - 1), *bounds)
     packed = np.empty(packed_bytes(n, width), np.uint8)
-    words, span = key_words(key), span_of(each, width)
+    words, span = key_words(key), span_of(each, width, key is not None)
 
     def work(lo, hi, xs, rs):
         skip = 0 if given else lo // each
         out = lows[skip:], scales[skip:], packed[packed_bytes(lo, width) :]
         return _encode(xs, rs, lo, *out, each, span, width, given, bounds, words)
 
-    if any(source.scan(work, block or WHOLE)):
+    if any(source.scan(work, block or SPAN)):
         return None
     return torch.from_numpy(lows), torch.from_numpy(scales), torch.from_numpy(packed)
 
@@ -163,4 +163,4 @@ def add_affine(
         own = levels[packed_bytes(lo, width) :]
         _add(o[lo:hi], mode, other, own, low[cut], scale[cut], each, span, width, w)
 
-    Source(out if plus is None else plus).scan(work, block or WHOLE)
+    Source(out if plus is None else plus).scan(work, block or SPAN)

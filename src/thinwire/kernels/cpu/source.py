@@ -14,7 +14,7 @@ import torch
 from thinwire.kernels import threads
 from thinwire.kernels.cpu.jit import jit
 
-u32 = np.uint32
+u32, FLOAT32 = np.uint32, np.dtype(np.float32)
 PIECE = 1 << 16  # elements; 256 kB of float32 and what is read beside them stay in the cache
 
 
@@ -46,10 +46,14 @@ class Source:
 
     def __init__(self, x: torch.Tensor, r: torch.Tensor | None = None) -> None:
         self._widen = _WIDEN.get(x.dtype)
-        self._x: Any = (x if self._widen is None else x.view(torch.int16)).numpy()
-        if self._widen is not None:
-            self._x = self._x.view(np.uint16)
-        self.dtype: np.dtype[Any] = np.dtype(np.float32 if self._widen else self._x.dtype)
+        self._x: Any
+        self.dtype: np.dtype[Any]
+        if self._widen is None:
+            self._x = x.numpy()
+            self.dtype = self._x.dtype
+        else:
+            self._x = x.view(torch.int16).numpy().view(np.uint16)
+            self.dtype = FLOAT32
         self._r = np.empty(0, self.dtype) if r is None else r.numpy()
 
     @property
@@ -86,6 +90,8 @@ class Source:
     def scan(self, work: Callable[[int, int, Any, Any], Any], quantum: int = 1) -> list[Any]:
         """`work(begin, end, x, r)` for all pieces, in parallel; results in the order of pieces."""
         parts = threads.ranges(self.size, quantum)
+        if self._widen is None and len(parts) == 1:
+            return [work(0, self.size, self._x, self._r)]
         if self._widen is None:
             return threads.run(lambda lo, hi: work(lo, hi, self._x[lo:hi], self._r[lo:hi]), parts)
         found = threads.run(

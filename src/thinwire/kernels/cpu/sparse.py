@@ -46,7 +46,7 @@ def _sample(x, r, first, stride, out):
     for j in range(out.size):
         # A hashed offset within each stride, so that no period of the data can hide from it.
         h = u64(first + j + 1) * u64(GOLDEN)
-        i = (first + j) * stride + np.int64((h >> u64(33)) % u64(stride))
+        i = (first + j) * stride + np.int64(((h >> u64(33)) * u64(stride)) >> u64(31))
         p = x[i] + r[i] if r.size else x[i]
         out[j] = magnitude(p)
 
@@ -99,7 +99,7 @@ def _bracket(source: Source, k: int):
     if source.narrow:
         numbers = np.arange(SAMPLE, dtype=u64)
         hashes = (numbers + u64(1)) * u64(GOLDEN)
-        places = numbers * u64(stride) + (hashes >> u64(33)) % u64(stride)
+        places = numbers * u64(stride) + ((hashes >> u64(33)) * u64(stride) >> u64(31))
         x, r = source.at(places.astype(np.int64))
         sample[:] = np.abs(x + r if r.size else x).view(sample.dtype)
     else:
@@ -147,6 +147,35 @@ def _candidates(source: Source, k: int):
 
 
 @jit
+def _reaching(sizes, bound):
+    found = np.int32(0)
+    for i in range(sizes.size):
+        found = np.int32(found + np.int32(sizes[i] >= bound))
+    return np.int64(found)
+
+
+@jit
+def _divide(sizes, k, low, high):
+    """A bound that exactly k sizes reach, and 0; if there is none, the least that fewer reach, and
+    how many are missing.
+
+    At least k reach `low`, fewer reach `high`. By halving: counting is one vector instruction for
+    eight sizes, and ends long before two neighbours are found.
+    """
+    fewer = 0
+    while high - low > 1:
+        middle = sizes.dtype.type(low + (high - low) // 2)
+        found = _reaching(sizes, middle)
+        if found == k:
+            return middle, 0
+        if found > k:
+            low = np.int64(middle)
+        else:
+            high, fewer = np.int64(middle), found
+    return sizes.dtype.type(high), k - fewer
+
+
+@jit
 def _small_top_k(x, r, k, sample, positions, values):
     """All steps in one call, for tensors so small that calls count; -1 as count if misled.
 
@@ -158,19 +187,21 @@ def _small_top_k(x, r, k, sample, positions, values):
         rank = _rank(sample.size, k, x.size)
         if rank >= sample.size:
             return -1, bound
-        bound = select(sample, sample.size - rank)
+        top = bound
+        for i in range(sample.size):
+            top = max(top, sample[i])
+        bound, ties = _divide(sample, rank, np.int64(0), np.int64(top) + 1)
+        if ties:
+            bound = sample.dtype.type(bound - 1)
     found, top = _collect(x, r, bound, np.int64(0), positions, values)
     if found < k:
         return -1, bound
     if found > k:
-        bits = np.empty(found, sample.dtype)
+        sizes = np.empty(found, sample.dtype)
         for i in range(found):
-            bits[i] = magnitude(values[i])
-        edge = select(bits, found - k)
-        ties = k
-        for i in range(found):
-            ties -= bits[i] > edge
-        pick(positions[:found], values[:found], np.int64(edge), ties, positions[:k], values[:k])
+            sizes[i] = magnitude(values[i])
+        edge, ties = _divide(sizes, k, np.int64(bound), np.int64(top) + 1)
+        pick(positions[:found], values[:found], np.int64(edge) - 1, ties, positions[:k], values[:k])
     return k, top
 
 
@@ -178,7 +209,7 @@ def _try_small(source: Source, k: int):
     """(positions, values, top magnitude) of the top k, or None if misled."""
     n = source.size
     ((_, _, x, r),) = source.pieces(0, n)
-    sample = np.empty(max(1024, n // 64) if n >= 4096 else 0, INTEGER[source.dtype])
+    sample = np.empty(max(512, n // 64) if n >= 4096 else 0, INTEGER[source.dtype])
     positions = np.empty(n + WORD, index_dtype(n))
     values = np.empty(n + WORD, source.dtype)
     found, top = _small_top_k(x, r, k, sample, positions, values)
@@ -241,35 +272,6 @@ def _collect_enough(x, r, k, aim, bound, first, sample, positions, values):
                 return found, lower
     none = magnitude(x.dtype.type(0))
     return _collect_of_chunk(x, r, none, first, positions, values), none
-
-
-@jit
-def _reaching(sizes, bound):
-    found = np.int32(0)
-    for i in range(sizes.size):
-        found = np.int32(found + np.int32(sizes[i] >= bound))
-    return np.int64(found)
-
-
-@jit
-def _divide(sizes, k, low, high):
-    """A bound that exactly k sizes reach, and 0; if there is none, the least that fewer reach, and
-    how many are missing.
-
-    At least k reach `low`, fewer reach `high`. By halving: counting is one vector instruction for
-    eight sizes, and ends long before two neighbours are found.
-    """
-    fewer = 0
-    while high - low > 1:
-        middle = sizes.dtype.type(low + (high - low) // 2)
-        found = _reaching(sizes, middle)
-        if found == k:
-            return middle, 0
-        if found > k:
-            low = np.int64(middle)
-        else:
-            high, fewer = np.int64(middle), found
-    return sizes.dtype.type(high), k - fewer
 
 
 @jit
