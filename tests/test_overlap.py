@@ -3,6 +3,8 @@
 Functions with a leading `on_` run on every rank, in the processes of ranks.py.
 """
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.collectives.allreduce import AllReduce
 from thinwire.collectives.channel import Channel
+from thinwire.collectives.link import Link
 
 N = 50_000
 LONG = 60.0  # seconds that something which must happen may take on a busy machine
@@ -86,6 +89,46 @@ def on_slow_finish(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["none", "cast:bf16", "topk:1.0"])
 def test_an_exchange_that_is_finished_late_keeps_its_own_memory(spec):
     ranks.run(on_slow_finish, spec, ranks=3)
+
+
+def on_lost_beside() -> tuple[str, bool, str, str]:
+    """The second exchange loses its peer while the first is being finished."""
+    x = torch.ones(N)
+    tw.all_reduce(x, "none", timeout=LIMIT)
+    finish, lost = AllReduce.finish, threading.Event()
+
+    def late(exchange: Any) -> None:
+        lost.wait(LONG)
+        finish(exchange)
+
+    close = Link.close
+
+    def noticed(link: Any, farewell: bool = False) -> None:
+        close(link, farewell)
+        lost.set()
+
+    if dist.get_rank() == 1:
+        tw.all_reduce(torch.ones(N), "none", timeout=LIMIT)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AllReduce, "finish", late)
+        patch.setattr(Link, "close", noticed)
+        tensors = [torch.ones(N) for _ in range(2)]
+        first, second = (tw.all_reduce(x, "none", async_op=True, timeout=LIMIT) for x in tensors)
+        first.wait_until_ended()
+        second.wait_until_ended()
+    with pytest.raises(tw.PeerError) as later:
+        tw.all_reduce(x, "none", timeout=LIMIT)
+    return str(first.exception()), first.account.lost, str(second.exception()), str(later.value)
+
+
+def test_connections_lost_while_an_exchange_is_finished_are_the_next_ones_news():
+    with ranks.Ranks(2) as group:
+        first, lost, second, later = group.run(on_lost_beside, dying=[1])[0]
+    assert first == "None"
+    assert not lost
+    assert "lost the connection" in second
+    assert second.splitlines()[0] in later
 
 
 def on_separate(seconds: float) -> int:

@@ -265,7 +265,8 @@ class Channel:
         if error is None:
             assert link is not None
             error = _error_of(lambda: exchange.complete(link))
-        if self._lost is None and link is not None and link.closed:
+        # One that went well says nothing about connections that the next has lost meanwhile.
+        if error is not None and self._lost is None and link is not None and link.closed:
             self._lost = str(error)
         exchange.handle.account.lost = self._lost is not None
         with self._lock:

@@ -55,7 +55,7 @@ class Part(NamedTuple):
         """Whether x + r is, throughout."""
         if not self.x.numel() or not self.x.is_floating_point():
             return True
-        return bool(kernels.on(self.x.device).all_finite(self.x.to(self.real), self.r))
+        return bool(kernels.on(self.x.device).all_finite(self.x, self.r))
 
     @property
     def uncompressed(self) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from thinwire import kernels
@@ -135,8 +134,6 @@ class ExchangeStep(Driver):
         summed = [e for e in ended if e.handle.collective in ("summable", "none")]
         for piece in (piece for e in summed for unit in e.units for piece in unit.pieces):
             flat = piece.reshape(-1)
-            if flat.dtype in (torch.float16, torch.bfloat16):
-                flat = flat.float()
             if not kernels.on(flat.device).all_finite(flat, None):
                 return False
         return True
