@@ -74,8 +74,8 @@ docs: setup  ## Build the documentation site from docs/ and the docstrings: buil
 figures: setup  ## Write the figures of README.md and docs/benchmarks.md from the newest records
 	$(VENV)/bin/python benchmarks/figures.py
 
-demo: setup  ## Train with and without compression on a slow network; writes report/report.html
-	$(VENV)/bin/thinwire compare --out report
+demo: setup  ## Train two models with and without compression on a slow network; writes report/report.html
+	$(VENV)/bin/thinwire demo --out report
 
 bench: setup  ## Measure against the performance targets
 	$(VENV)/bin/python benchmarks/targets.py

@@ -35,6 +35,7 @@ FEW = (*SMALL, "--with", "none; topk:0.01; quantize:4; topk:0.01|quantize:4")
 # Commands whose help must not load what only running them needs; one process tries all of them.
 HELP = (
     *("--help", "--version", "", "bench --help", "compare --help", "report --help"),
+    "demo --help",
     *("lab", "lab run --help", "lab clean --help", "compile --help", "selftest --help"),
     *("compressors --help", "feedbacks --help", "methods --help", "policies --help"),
 )

@@ -333,6 +333,11 @@ def test_the_verdict_says_so_when_nothing_pays():
     worse = document_with([method_row("ddp", runs_of(1.0, 80.0)),
                            method_row("onebit", runs_of(0.1, 50.0, [2.0] * 40))])  # fmt: skip
     assert "no method ended as well" in verdict_of(worse)
+    late = document_with([method_row("ddp", runs_of(1.0, 80.0)),
+                          method_row("onebit", runs_of(1.2, 80.0)),
+                          method_row("topk", runs_of(0.4, 80.0, [2.0] * 40))])  # fmt: skip
+    assert "no method reached plain DDP's final loss sooner" in verdict_of(late)
+    assert "topk, takes 0.40 times as long per step" in verdict_of(late)
     alone = document_with([method_row("ddp", runs_of(1.0, 80.0))])
     assert "nothing to compare" in verdict_of(alone)
     lost = document_with([method_row("ddp", [], error="E: x"), method_row("onebit", runs_of(1, 1))])

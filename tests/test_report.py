@@ -1,5 +1,6 @@
 """What a report shows: all of its document, escaped and marked, in a page that stands alone."""
 
+import html
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from thinwire.compare.document import Document, StepSplit, SweepEntry
 from thinwire.errors import MissingExtraError
 from thinwire.report.charts import _prefix, where_it_pays
 from thinwire.report.curves import POINTS, Curve, thin, trailing_mean
+from thinwire.report.demo_page import Part, write_demo
 from thinwire.report.figure import new_figure
 from thinwire.report.page import SECTIONS, draw
 from thinwire.report.picture import WIDTH, Picture, looks
@@ -467,3 +469,24 @@ def test_a_failure_is_shown_with_its_traceback() -> None:
     made = draw(comparisons.document([comparisons.method("ddp", seeds=1, steps=6), method])).html
     assert "Traceback &lt;most recent&gt;" in made
     assert "<most recent>" not in made
+
+
+def test_the_page_of_the_demo(tmp_path: Path) -> None:
+    document = small()
+    document.verdict = "<won>"
+    parts = [Part(f"Model {n}", f"model{n}", document) for n in (1, 2)]
+    page = write_demo(parts, tmp_path)
+    assert page == tmp_path / "report.html"
+    text = page.read_text(encoding="utf-8")
+    assert len(text) < 1e6
+    assert text.count("&lt;won&gt;") == text.count("data:image/png;base64,") == 2
+    assert not re.search(r"(src|href)=\"(?!data:|model[12]/report\.html)", text)
+    for method in document.methods:
+        assert html.escape(re.split(r"[|+]", method.name)[0]) in text
+
+
+def test_the_page_of_a_demo_in_which_all_failed(tmp_path: Path) -> None:
+    lost, _ = odd_documents()["all failed"]
+    text = write_demo([Part("Model", "model", lost)], tmp_path).read_text(encoding="utf-8")
+    assert "<img" not in text
+    assert 'class="failed"' in text

@@ -202,23 +202,31 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         settings = _settings(arguments)
-        _check_output(arguments.out)
-        from thinwire.compare.run import Comparison, shown
+        check_output(arguments.out)
         from thinwire.report import require_matplotlib
 
         require_matplotlib("thinwire compare")
-        comparison = Comparison(settings)
-        with shown(comparison.methods, len(settings.seeds)) as watcher:
-            document = comparison.run(watcher, shlex.join(["thinwire", *arguments.argv]))
+        document, code = compare(settings, shlex.join(["thinwire", *arguments.argv]))
     except (ComparisonSettingError, MissingExtraError, LabError) as error:
         return complain("compare", error)
     with patient():
-        _show(document, arguments.out)
+        show(document, arguments.out)
     if document.interrupted:
         print("thinwire compare: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return code
+
+
+def compare(settings: ComparisonSettings, command: str) -> "tuple[Document, int]":
+    """Carry out a comparison, showing how far it is; what came out, and the exit code for it."""
+    from thinwire.compare.run import Comparison, shown
+
+    comparison = Comparison(settings)
+    with shown(comparison.methods, len(settings.seeds)) as watcher:
+        document = comparison.run(watcher, command)
+    if document.interrupted:
+        return document, INTERRUPTED
     found = [method for method in document.methods if method.name in comparison.asked]
-    return int(any(method.error or method.diverged for method in found))
+    return document, int(any(method.error or method.diverged for method in found))
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -356,7 +364,7 @@ def _sweep(arguments: argparse.Namespace, script: bool) -> tuple[str, ...]:
     return tuple(dict.fromkeys(rates))
 
 
-def _check_output(folder: Path) -> None:
+def check_output(folder: Path) -> None:
     """Before minutes of work, see that its result can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -366,7 +374,8 @@ def _check_output(folder: Path) -> None:
         raise ComparisonSettingError(f"--out: cannot write to {folder}: {error.strerror}") from None
 
 
-def _show(document: "Document", folder: Path) -> None:
+def show(document: "Document", folder: Path) -> None:
+    """Print the table, and write the report."""
     from thinwire.compare.table import print_document
     from thinwire.formatting import console
     from thinwire.report import write

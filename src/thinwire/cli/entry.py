@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from thinwire.cli import bench, compare, compile, lab, listings, plan, selftest
+from thinwire.cli import bench, compare, compile, demo, lab, listings, plan, selftest
 from thinwire.cli.parsing import INTERRUPTED, Parser
 
 _DESCRIPTION = "Communication compression for distributed training."
@@ -12,6 +12,7 @@ _EXAMPLES = """\
 examples:
   thinwire plan --parameters 125M --hosts 8 --link 1gbit --step 0.5s
                            will it pay? predict it
+  thinwire demo            what it brings: two small trainings on a slow network
   thinwire compare         does it pay? train on a slow network and see
   thinwire compressors     every compressor and its arguments
   thinwire bench           compare them on this machine
@@ -57,6 +58,6 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version and stop")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    for module in (plan, compare, listings, bench, lab, compile, selftest):
+    for module in (plan, demo, compare, listings, bench, lab, compile, selftest):
         module.add(commands)
     return parser

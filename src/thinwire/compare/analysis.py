@@ -315,7 +315,11 @@ def verdict_of(document: Document) -> str:
     if best is None or _gain(best[1]) < _WORTH:
         share = statistics.fmean(run.split.network / run.split.whole for run in base.runs)
         fastest, summary = max(rivals, key=lambda each: each[1].step_speedup or 0.0)
-        what = "no method was faster" if good else "no method ended as well"
+        what = "no method ended as well"
+        if good:
+            faster = max(each.step_speedup or 0.0 for _, each in good) >= _WORTH
+            sooner = f"no method reached {_plain(document)}'s final loss sooner"
+            what = sooner if faster else "no method was faster"
         return (
             f"Compression does not pay here: on {where} {what}. Of a step {_plain(document)} "
             f"spends {share:.0%} on the network; the fastest other method, {fastest.name}, takes "

@@ -26,9 +26,11 @@ from thinwire.optim.base import ExchangingOptimizer
 from thinwire.parallel import LocalSteps, attach
 from thinwire.parallel.local import PROGRESS
 from thinwire.parallel.wire import Wire
+from thinwire.policies import Fixed
 from thinwire.workloads import Batch, Workload
 
 PROBE_STEPS = 5  # that tell how many steps there is time for
+SETTLING = 12  # steps before them in which a policy that learns has made its first choices
 _MEASUREMENTS = 4  # of the compression error in a training
 _COMMON_LOSSES = 60  # of what all ranks hold, in a training with local steps, at most
 _COMMON_BATCHES = 5  # that one of them is the mean over, at most
@@ -429,16 +431,29 @@ class Training:
     def _affordable(self, seconds: float) -> int:
         """Steps for which there is time, the same number on all ranks."""
         recipe = local_recipe(self._method)
+        policy = self._method.policy
+        # Steps that take longer than those after them, their seconds and bytes.
+        settling, lead, before = 0, 0.0, 0.0
         if recipe is not None and recipe.warmup:
             # Its steps take longest, and there may be time for no others.
             found = self._train(PROBE_STEPS + 1, evaluations=0)
+        elif policy is not None and not isinstance(policy, Fixed):
+            found = self._train(SETTLING + PROBE_STEPS, evaluations=0)
+            settling, lead = SETTLING, found.seconds[SETTLING - 1]
+            before = found.num_bytes[SETTLING - 1]
+            found.seconds = found.seconds[SETTLING - 1 :]
+            found.num_bytes = [each - before for each in found.num_bytes[SETTLING:]]
         else:
             found = self._probe(PROBE_STEPS)
-        step = torch.tensor(found.step_seconds)
+        took = torch.tensor([found.step_seconds, lead])
         if self._plan.projected_rate:
-            step += 8 * counters.FULL * found.bytes_per_step / self._plan.projected_rate
-        dist.all_reduce(step, dist.ReduceOp.MAX)
-        return max(1, int(seconds / step.item()))
+            rate = self._plan.projected_rate / (8 * counters.FULL)
+            took += torch.tensor([found.bytes_per_step, before]) / rate
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        step, lead = took.tolist()
+        if lead >= seconds:
+            return max(1, int(settling * seconds / lead))
+        return max(1, settling + int((seconds - lead) / step))
 
     def _train(self, steps: int, evaluations: int, **rounds: int) -> RankRecord:
         """Train and measure; `rounds` take the place of the method's own settings of rounds."""

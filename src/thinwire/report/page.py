@@ -111,14 +111,14 @@ def write(document: Document, folder: Path) -> list[Path]:
     require_matplotlib("a report")
     text = document.to_json()
     folder.mkdir(parents=True, exist_ok=True)
-    data = _put(folder / DATA, text.encode())
+    data = put(folder / DATA, text.encode())
     drawn = draw(document)
-    pictures = [_put(folder / name, content) for name, content in drawn.pictures.items()]
-    page = _put(folder / PAGE, drawn.html.encode())
+    pictures = [put(folder / name, content) for name, content in drawn.pictures.items()]
+    page = put(folder / PAGE, drawn.html.encode())
     return [page, data, *pictures]
 
 
-def _put(path: Path, content: bytes) -> Path:
+def put(path: Path, content: bytes) -> Path:
     """Under a name of its own first: whoever looks sees the old file or the new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -151,12 +151,12 @@ def draw(document: Document) -> DrawnReport:
     }
     html = environment().get_template("comparison.html.j2").render(
         title=f"thinwire compare: {_where(settings)}",
-        scope=_scope(document),
+        scope=scope_of(document),
         mark=mark,
         document=document,
         links=_links(settings) if settings.links else "the links asked for",
-        headings=_headings(settings),
-        rows=[_row(method, document) for method in document.methods],
+        headings=headings_of(settings),
+        rows=[row_of(method, document) for method in document.methods],
         failed=[_failed(method) for method in document.methods if method.error is not None],
         sections=sections,
         charts=_inside_script(charts),
@@ -189,7 +189,7 @@ def _links(settings: DocumentSettings) -> str:
     return f"{found} and {link(settings.inter)} between racks" if settings.inter else found
 
 
-def _scope(document: Document) -> str:
+def scope_of(document: Document) -> str:
     settings = document.settings
     parts = [f"{settings.parameters:,} parameters"] if settings.parameters else []
     if settings.parallel != BASELINE:
@@ -207,7 +207,7 @@ def _scope(document: Document) -> str:
 # The table of results
 
 
-def _headings(settings: DocumentSettings) -> list[str]:
+def headings_of(settings: DocumentSettings) -> list[str]:
     final = "final training loss"
     if settings.metric is not None:
         better = "higher" if settings.higher_is_better else "lower"
@@ -223,7 +223,7 @@ def _headings(settings: DocumentSettings) -> list[str]:
     ]
 
 
-def _row(method: MethodResult, document: Document) -> ResultRow:
+def row_of(method: MethodResult, document: Document) -> ResultRow:
     state = "failed" if method.error is not None else "diverged" if method.diverged else "ok"
     return ResultRow(
         parts=re.split(r"(?<=[|,])|(?=\+)", method.name),
@@ -237,7 +237,7 @@ def _row(method: MethodResult, document: Document) -> ResultRow:
 def _cells(method: MethodResult, document: Document) -> list[ResultCell]:
     summary = method.summary
     if summary is None:
-        return [ResultCell(NOTHING)] * len(_headings(document.settings))
+        return [ResultCell(NOTHING)] * len(headings_of(document.settings))
     final = summary.final_loss if document.settings.metric is None else summary.final_metric
     step, sent, reached = summary.step_seconds, summary.megabytes_a_step, summary.to_target
     target = NOTHING

@@ -1,0 +1,95 @@
+"""`thinwire demo` trains two models on a slow network, with and without compression."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from thinwire.cli.compare import check_output, compare, show
+from thinwire.cli.parsing import INTERRUPTED, Commands, complain, patient
+from thinwire.compare.settings import BASELINE, HOSTS, ComparisonSettingError, ComparisonSettings
+
+LINK, SECONDS = "30mbit", 10.0
+# What docs/guides/which-method.md recommends for each optimizer, and what chooses by itself.
+PARTS = {
+    "images": ("A convolutional network under SGD", ("topk:0.01|quantize:4", "auto")),
+    "text": ("A transformer under AdamW", ("adam-update", "auto")),
+}
+_DESCRIPTION = f"""\
+Train two small models on {HOSTS} hosts with slow links inside this machine: a
+convolutional network under SGD and a transformer under AdamW. Each is trained
+by plain DDP, with the compressor that suits its optimizer and with "auto", for
+equally long. Writes a page that says what it brought, and links to a full
+report on each.
+"""
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "demo", help="what compression brings, in two minutes", description=_DESCRIPTION
+    )
+    parser.add_argument(
+        "--link", metavar="RATE", default=LINK, help=f"of every host; default: {LINK}"
+    )
+    parser.add_argument(
+        "--seconds",
+        metavar="S",
+        type=float,
+        default=SECONDS,
+        help=f"of each training; default: {SECONDS:g}",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        default=Path("report"),
+        help="for the page, and a folder for each model; default: report",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from thinwire.errors import MissingExtraError
+    from thinwire.lab import LabError, parse_rate
+    from thinwire.report import require_matplotlib
+    from thinwire.report.demo_page import Part, write_demo
+
+    command = shlex.join(["thinwire", *arguments.argv])
+    parts: list[Part] = []
+    codes: list[int] = []
+    try:
+        if not arguments.seconds > 0:
+            raise ComparisonSettingError(f"--seconds must be more than 0, got {arguments.seconds}")
+        try:
+            parse_rate(arguments.link)
+        except ValueError as error:
+            raise ComparisonSettingError(f"--link: {error}") from None
+        check_output(arguments.out)
+        require_matplotlib("thinwire demo")
+        for number, (name, (title, methods)) in enumerate(PARTS.items(), 1):
+            print(f"{number} of {len(PARTS)}: {title}", file=sys.stderr, flush=True)
+            settings = ComparisonSettings(
+                workload=name,
+                methods=methods,
+                baselines=(BASELINE,),
+                links=(arguments.link,) * HOSTS,
+                steps=None,
+                seconds=arguments.seconds,
+            )
+            document, code = compare(settings, command)
+            with patient():
+                show(document, arguments.out / name)
+            parts.append(Part(title, name, document))
+            codes.append(code)
+            if document.interrupted:
+                break
+    except (ComparisonSettingError, MissingExtraError, LabError) as error:
+        return complain("demo", error)
+    with patient():
+        page = write_demo(parts, arguments.out)
+    print()
+    for part in parts:
+        print(f"{part.title}: {part.document.verdict}")
+    sys.stdout.flush()
+    print(f"wrote {page}, which links to a report on each", file=sys.stderr)
+    return INTERRUPTED if INTERRUPTED in codes else max(codes)
