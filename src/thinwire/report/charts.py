@@ -305,7 +305,7 @@ def links(document: Document) -> Picture | str:
         style_axes(axes, "rate of the links", "seconds per step")
         add_legend(figure, chosen)
 
-    text = "Both axes are logarithmic. A method pays where it is below the baseline."
+    text, scale = "A method pays where it is below the baseline.", "Both axes are logarithmic."
     if len(points) < len(document.sweep):
         text += " Links that are no single rate are left out."
     height = 3.4 + 0.19 * legend_rows(chosen)
@@ -319,7 +319,7 @@ def links(document: Document) -> Picture | str:
         for name in names
     ]
     chart = Chart("rate of the links, Mbit/s", "seconds per step", (True, True), series)
-    return Picture("links", "Step time by rate of the links", text, height, draw, chart)
+    return Picture("links", "Step time by rate of the links", text, height, draw, chart, scale)
 
 
 def where_it_pays(document: Document) -> list[tuple[str, str]]:

@@ -170,8 +170,7 @@ def _picture(
     name, title, text = about
     look = looks(document)
     log = _is_wide([float(curve.x[-1]) for curve in curves.values()], WIDE)
-    if log:
-        text += " The horizontal axis is logarithmic."
+    scale = "The horizontal axis is logarithmic." if log else ""
     low, high, outside = _limits(document, curves)
     if outside:
         text += " The vertical axis is fitted to the methods that did not diverge."
@@ -201,7 +200,7 @@ def _picture(
         for name, curve in thinned.items()
     ]
     chart = Chart(*axes_names, (log, steep), series)
-    return Picture(name, title, text, 3.4 + 0.19 * legend_rows(chosen), draw, chart)
+    return Picture(name, title, text, 3.4 + 0.19 * legend_rows(chosen), draw, chart, scale)
 
 
 def _points(curve: Curve) -> list[list[float | None]]:

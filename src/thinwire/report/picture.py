@@ -69,6 +69,7 @@ class Picture(NamedTuple):
     height: float  # in inches
     draw: Callable[[Any], None]  # onto a figure
     chart: "Chart | None" = None  # the same for a reader with JavaScript
+    scale: str = ""  # of its axes, which that reader can change
 
     def render(self, mark: str) -> tuple[Markup, bytes]:
         """For a page, which has the title as a heading, and for a file, with its title.
@@ -79,7 +80,7 @@ class Picture(NamedTuple):
         figure = new_figure(WIDTH, self.height)
         self.draw(figure)
         settle(figure, [])
-        inline = svg(figure, f"{title}. {self.text}", salt=self.name)
+        inline = svg(figure, f"{title}. {self.text} {self.scale}".strip(), salt=self.name)
         # Laid out once, which takes longest: the title goes onto more paper above it.
         above = {"ha": "center", "va": "center", "fontsize": 9.5, "fontweight": "bold"}
         figure.text(0.5, 1 + TITLE / 2 / self.height, title, color=INK, **above)
