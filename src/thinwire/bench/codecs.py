@@ -20,7 +20,7 @@ from thinwire.compressors import Compressor, JointCompressor, LocalCompressor, c
 from thinwire.compressors.joint import Seen
 from thinwire.kernels import Key
 from thinwire.machine import machine
-from thinwire.plan.codecs import CodecRow, CodecTable, frame_of
+from thinwire.policies.codecs import CodecRow, CodecTable, frame_of
 
 SPECS = (
     *("none", "cast:bf16", "quantize:8", "quantize:4", "quantize:2", "qsgd:7", "natural"),
