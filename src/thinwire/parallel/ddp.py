@@ -334,6 +334,9 @@ class _Bucket:
 class BackwardPass(ExchangeStep):
     """What has arrived, what was sent, what went wrong in one backward pass."""
 
+    # The gradients lie in DDP's buckets; of a pass that has failed they are good for nothing.
+    lends = True
+
     def __init__(self, wire: Wire, skips_unused: bool) -> None:
         super().__init__(wire, skips_unused)
         self.begin = time.perf_counter()
