@@ -35,7 +35,11 @@ RARELY = 512  # the same, where the best is not clear
 # one has been measured they are nearer, and a try must promise more than the noise.
 DOUBT, NOISE = 0.2, 0.05
 DOUBTFUL = 0.1  # the same of what was measured long ago, and once
+AGAIN = 0.1  # the same of uncompressed steps on a link that has changed
 STAY = 0.03  # what another strength must be better by
+# Times what the first choice takes: from there on uncompressed steps are too slow to look again.
+# They were measured in the first steps of a process, which are slower than later ones.
+CLOSE = 1.5
 DEAR = 1.5  # times as long as before: a try that need not go on
 SURPRISE = 2.0  # times more or less on the network than before, twice: the link has changed
 MISJUDGED = 1.2  # times as long as was expected: perhaps the link is not what it was
@@ -313,7 +317,7 @@ class _Following(Chooser):
         compressed = any(self._times[i] for i in self._usable if i)
         for i in range(len(found)):
             if not self._times[i]:
-                doubt = -NOISE if compressed else DOUBT
+                doubt = DOUBT if not compressed else -NOISE if i else AGAIN
                 found[i] = found[i] * (1 - doubt) if tries else math.inf
             elif tries and self._is_old(i, step):
                 found[i] *= 1 - DOUBTFUL / self._looks[i]
@@ -340,7 +344,10 @@ class _Following(Chooser):
         wanted = self._rule.pick(
             self._believed(step, tries), self._usable, self._conditions.compute
         )
-        if wanted == now:
+        close = 0 < self._times[0] < CLOSE * self._times[now]
+        if wanted == now and now and self._anew and close and self._looks[0] == 1:
+            self._move(step, 0, expected, "once more", again=True)
+        elif wanted == now:
             self._wanted, self._anew, self._wait = 0, False, self._wait or LOOK
         elif back >= 0 or self._anew:
             self._move(step, wanted, expected, "no faster" if wanted == back else "")
@@ -355,9 +362,15 @@ class _Following(Chooser):
         """This rung, or the strongest usable one that is lighter."""
         return max(i for i in self._usable if i <= rung)
 
-    def _move(self, step: int, rung: int, expected: list[float], word: str) -> None:
+    def _move(
+        self, step: int, rung: int, expected: list[float], word: str, again: bool = False
+    ) -> None:
+        """
+        Args:
+            again: what was measured before does not count.
+        """
         before = self._rung
-        known = bool(self._times[rung]) and not self._is_old(rung, step)
+        known = bool(self._times[rung]) and not self._is_old(rung, step) and not again
         why = "" if known else "a try: "
         why = f"{word}: " if word else why
         why += (
@@ -370,6 +383,7 @@ class _Following(Chooser):
         self._rung, self._promised = rung, expected[rung]
         self.begin_at(step + 1, why)
         self._from = -1 if known else before
+        self._before = 0.0 if again else self._before
 
     def begin_at(self, step: int, why: str) -> None:
         """Tensors are sent with this rung from a step on."""

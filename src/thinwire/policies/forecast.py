@@ -33,11 +33,11 @@ SHARE = 0.01  # of the time that passes, what reports, probes and tries may each
 # Codecs run on the cores that train; what that costs is measured as soon as one is used.
 BUSY = 1.0
 FIRST_PROBE, LEAST_PROBE, MOST_PROBE = 1 << 18, 1 << 16, 1 << 22  # bytes
-LONG_ENOUGH = 0.02  # seconds of a probe: well above the noise of a machine's scheduler
+LONG_ENOUGH = 0.01  # seconds of a probe's sum: above the noise of a machine's scheduler
 PROBES = 2  # before anything is decided: the second one is as long as the first one says
 BETWEEN = 50  # steps from probe to probe, at least
 SELDOM = 32  # steps from report to report, at most
-CHANGED = 1.5  # times more or less: a link that has changed, or chance
+CHANGED = 2.0  # times more or less: a link that has changed, or chance
 NOTICEABLE = 0.1  # of a step: less than that is no change
 SMOOTH = 0.5  # of what was known before
 SLOWEST, FASTEST = 1e2, 1e12  # bytes per second between which a rate is looked for
@@ -113,7 +113,6 @@ class Forecast:
                 encode=times * coding.encode,
                 decode=times * coding.decode,
                 add=times * coding.add,
-                exchange=times * coding.exchange,
             )
             if at_end:
                 due.append(Due(scaled, numel, 1.0))
@@ -215,7 +214,7 @@ class Conditions:
         self.took = 0.0  # a step, the last that was reported
         self._codec_known = False
         self._probes = 0
-        self._suspect = False
+        self._suspect = 0.0  # seconds of an uncompressed sum on a link that has perhaps changed
         self._size = min(FIRST_PROBE, self._most)
         self._probed = 0  # the last step with a probe
         self._cost = 0.0  # seconds of it
@@ -293,7 +292,7 @@ class Conditions:
         if uncompressed:
             self.exchanges = max(one.exchanges for one in told)
         elif codec_seconds:
-            codec = max(one.codec for one in told) / codec_seconds
+            codec = median(one.codec for one in told) / codec_seconds
             smooth = SMOOTH if self._codec_known else 0.0
             self.codec, self._codec_known = smooth * self.codec + (1 - smooth) * codec, True
         if self._codec_known or uncompressed:
@@ -313,34 +312,28 @@ class Conditions:
     def _learn_link(self, num_bytes: float, meeting: float, moving: float) -> None:
         if not moving or not meeting:
             return
-        self._cost = 5 * meeting + moving
+        self._cost = 5 * meeting + 3 * moving
         self.report = meeting if not self.report else min(meeting, self.report)
         meeting, rate = link_of(self.size, meeting, num_bytes, moving)
         wanted = num_bytes * LONG_ENOUGH / moving
         self._size = int(max(LEAST_PROBE, min(self._most, wanted))) // 4096 * 4096
         self._probes += 1
+        before = plain_sum(self.network, self._dense).seconds if self.rate else 0.0
+        now = plain_sum(network_of(self.size, meeting, rate), self._dense).seconds
+        much = not before / CHANGED <= now <= before * CHANGED
         if self._probes <= PROBES:
             self.meeting, self.rate = meeting, rate
-        elif not self._differs(meeting, rate):
-            self._suspect = False
+            self.version += 1
+        elif not much or abs(now - before) <= NOTICEABLE * self.took:
             self.rate = self.rate**SMOOTH * rate ** (1 - SMOOTH)
             self.meeting = SMOOTH * self.meeting + (1 - SMOOTH) * meeting
-            return
-        elif not self._suspect:
-            self._suspect = self.asked = True  # once is chance
-            return
+            self._suspect = 0.0
+        elif not self._suspect / CHANGED <= now <= self._suspect * CHANGED:
+            self._suspect, self.asked = now, True  # once is chance
         else:
-            self._suspect = False
-            self.meeting, self.rate = meeting, rate
+            self.meeting, self.rate, self._suspect = meeting, rate, 0.0
             self.link_version += 1
-        self.version += 1
-
-    def _differs(self, meeting: float, rate: float) -> bool:
-        """Whether an uncompressed step would notice that the link is like this now."""
-        before = plain_sum(self.network, self._dense).seconds
-        now = plain_sum(network_of(self.size, meeting, rate), self._dense).seconds
-        much = not 1 / CHANGED <= now / before <= CHANGED
-        return much and abs(now - before) > NOTICEABLE * self.took
+            self.version += 1
 
     def state(self) -> list[float]:
         numbers: list[float] = [self.size, self.meeting, self.rate, self.compute, self.window]
