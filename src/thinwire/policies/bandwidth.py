@@ -20,7 +20,7 @@ from thinwire.policies.base import (
     TensorInfo,
     inner_compressor,
 )
-from thinwire.policies.forecast import FIRST, NOTICEABLE, SHARE, Conditions, Forecast
+from thinwire.policies.forecast import FIRST, NOTICEABLE, Conditions, Forecast
 from thinwire.policies.ladder import STEADY_KINDS, Rung, ladder_of, steady_ladder
 from thinwire.policies.schedule import WarmingUp
 
@@ -35,11 +35,14 @@ RARELY = 512  # the same, where the best is not clear
 # one has been measured they are nearer, and a try must promise more than the noise.
 DOUBT, NOISE = 0.2, 0.05
 DOUBTFUL = 0.1  # the same of what was measured long ago, and once
-AGAIN = 0.1  # the same of uncompressed steps on a link that has changed
+AGAIN = 0.1  # the same where forecasts were off, and of uncompressed steps on a changed link
+TRUSTED = 1.25  # times more or less than forecast: further off, and others are worth a try too
 STAY = 0.03  # what another strength must be better by
 # Times what the first choice takes: from there on uncompressed steps are too slow to look again.
 # They were measured in the first steps of a process, which are slower than later ones.
 CLOSE = 1.5
+LOST = 0.01  # of the time since the last change, what a try may take longer than no try
+CLEAR = 1.25  # times as long as another strength takes: reason enough to leave at once
 DEAR = 1.5  # times as long as before: a try that need not go on
 SURPRISE = 2.0  # times more or less on the network than before, twice: the link has changed
 MISJUDGED = 1.2  # times as long as was expected: perhaps the link is not what it was
@@ -314,10 +317,13 @@ class _Following(Chooser):
         """The same, with the benefit of the doubt for what is worth a try; infinity if nothing is,
         for what was never measured."""
         found = self._expected()
-        compressed = any(self._times[i] for i in self._usable if i)
+        compressed = [i for i in self._usable if i and self._times[i]]
+        wrong = any(
+            not 1 / TRUSTED <= self._times[i] / self._forecasts[i] <= TRUSTED for i in compressed
+        )
         for i in range(len(found)):
             if not self._times[i]:
-                doubt = DOUBT if not compressed else -NOISE if i else AGAIN
+                doubt = DOUBT if not compressed else AGAIN if wrong or not i else -NOISE
                 found[i] = found[i] * (1 - doubt) if tries else math.inf
             elif tries and self._is_old(i, step):
                 found[i] *= 1 - DOUBTFUL / self._looks[i]
@@ -354,8 +360,9 @@ class _Following(Chooser):
         else:
             self._wanted += 1
             risk = TRIAL * max(0.0, expected[wanted] - expected[now])
-            affordable = risk <= SHARE * stay * expected[now]
-            if self._wanted >= PATIENCE and stay >= self._wait and affordable:
+            affordable = risk <= LOST * stay * expected[now]
+            rested = stay >= self._wait or expected[now] > CLEAR * expected[wanted]
+            if self._wanted >= PATIENCE and rested and affordable:
                 self._move(step, wanted, expected, "")
 
     def _at_most(self, rung: int) -> int:

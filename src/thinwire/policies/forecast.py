@@ -29,7 +29,7 @@ from thinwire.policies.ladder import Rung
 
 log = logging.getLogger("thinwire")
 FIRST = 2  # steps that are not looked at: connections and kernels are made in them
-SHARE = 0.01  # of the time that passes, what reports, probes and tries may each take
+SHARE = 0.004  # of the time that passes, what reports and probes may each take
 # Codecs run on the cores that train; what that costs is measured as soon as one is used.
 BUSY = 1.0
 FIRST_PROBE, LEAST_PROBE, MOST_PROBE = 1 << 18, 1 << 16, 1 << 22  # bytes
@@ -75,7 +75,7 @@ def link_of(size: int, meeting: float, num_bytes: float, seconds: float) -> tupl
     return meeting, float(2**low)
 
 
-class Part(NamedTuple):
+class SentPart(NamedTuple):
     """Tensors that are sent in one way.
 
     Args:
@@ -149,7 +149,7 @@ def _own_table(known: Mapping[str, CodecTable]) -> CodecTable:
     return known["cores-1" if threads == 1 else "cores-2" if threads < 8 else "cores-16"]
 
 
-def _parts(rung: Rung, context: PolicyContext, table: CodecTable) -> list[Part]:
+def _parts(rung: Rung, context: PolicyContext, table: CodecTable) -> list[SentPart]:
     by_choice: dict[Choice, list[TensorInfo]] = {}
     for tensor in context.tensors:
         by_choice.setdefault(rung.choose(tensor), []).append(tensor)
@@ -158,18 +158,18 @@ def _parts(rung: Rung, context: PolicyContext, table: CodecTable) -> list[Part]:
 
 def _part(
     choice: Choice, own: Sequence[TensorInfo], context: PolicyContext, table: CodecTable
-) -> Part:
+) -> SentPart:
     numel = sum(tensor.numel for tensor in own)
     if choice is None:
         num_bytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in own)
-        return Part(table.coding(None, num_bytes / numel), numel, False)
+        return SentPart(table.coding(None, num_bytes / numel), numel, False)
     known = _in_table(choice, table)
     if isinstance(choice, JointCompressor):
         coding = table.joint_coding(choice if known else PowerSGD(4), [t.shape for t in own])
-        return Part(coding, numel, True)
+        return SentPart(coding, numel, True)
     frame = sum(t.numel * weigh(choice, t.dtype, context.feedback).frame for t in own)
     coding = table.coding(choice if known else Quantize(4), frame / numel)
-    return Part(coding._replace(kind=kind_of(choice)), numel, False)
+    return SentPart(coding._replace(kind=kind_of(choice)), numel, False)
 
 
 def _in_table(compressor: Compressor, table: CodecTable) -> bool:
@@ -181,7 +181,7 @@ def _in_table(compressor: Compressor, table: CodecTable) -> bool:
     return True
 
 
-def _seconds(part: Part) -> float:
+def _seconds(part: SentPart) -> float:
     return part.coding.call + (part.coding.encode + part.coding.decode) * part.numel
 
 
