@@ -257,7 +257,7 @@ def auto(options: argparse.Namespace, console: Console) -> tuple[list[Any], list
         if options.seconds and time.monotonic() - begin > options.seconds:
             break
         ladder = LADDERS[workload.partition(":")[0]]
-        methods = [PLAIN, "auto", *ladder]
+        methods = [PLAIN, "auto", "none", *ladder]
         steps = FIRST + AUTOS_FIRST + TURN * MOST_ROUNDS
         job = {"turns": True, "workload": workload, "methods": methods, "steps": steps}
         cluster = Loopback(options.ranks) if link == "loopback" else Lab(options.ranks, link)
