@@ -166,6 +166,15 @@ class Channel:
             preparing.result()
         return self._exchanges.get(timeout=IDLE_CHECK) if item is _NOTHING else item
 
+    @property
+    def link(self) -> Link | None:
+        """The connections, once there has been an exchange."""
+        return self._link
+
+    def note_lost(self, why: str) -> None:
+        """The connections were lost elsewhere."""
+        self._lost = self._lost or why
+
     def close(self) -> None:
         """Let the thread end; what was submitted gets a moment to end before it."""
         with self._lock:

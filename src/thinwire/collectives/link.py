@@ -174,6 +174,15 @@ class Link:
         posted = Posted(group, torch_internals.all_gather(group, out, mine, limit))
         return Transfer(self, limit, list(out.view(size, -1)), (posted,))
 
+    def start_all_reduce(self, tensor: Tensor, op: Any, limit: timedelta) -> "Transfer":
+        """The backend's own reduction in place, without waiting, on connections of its own."""
+        lane, size = self.beside("direct", limit), self.members.size
+        moved = 2 * (size - 1) * tensor.nbytes // size
+        self._count(moved, moved, 4 * (size - 1))
+        group = lane._open_group()
+        posted = Posted(group, torch_internals.all_reduce(group, tensor, op, limit))
+        return Transfer(self, limit, [tensor], (posted,))
+
     def _post_both_ways(
         self,
         out: Tensor,
@@ -337,12 +346,15 @@ class Link:
         Raises:
             PeerError: one of them is not, and never will be; the connections are closed.
         """
-        lost = None
+        lost, interrupted = None, False
         try:
             for _, pending in posted:
                 lost = lost or self._wait(pending, limit)
+        except KeyboardInterrupt:  # of a caller's own thread, who may wait again
+            interrupted = True
+            raise
         finally:
-            for group, pending in posted:
+            for group, pending in () if interrupted else posted:
                 if not pending.is_completed():
                     end(group, pending)
         if lost is not None:
@@ -432,16 +444,24 @@ class Transfer:
         self._begun, self._arrived = time.perf_counter(), 0.0
 
     def wait(self) -> list[Tensor]:
-        """What has come, when all of it has."""
+        """What has come, when all of it has. Ctrl-C leaves it under way, to be waited for again."""
         self.look()
-        self._link._finish(self._limit, *self._taken())
+        try:
+            self._link._finish(self._limit, *self._posted)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            self._posted = ()  # an error that is kept must not keep the connections
+            raise
+        self._posted = ()
         self._arrived = self._arrived or time.perf_counter()
         return self._rows
 
-    def look(self) -> None:
-        """Note the time if all has come."""
+    def look(self) -> bool:
+        """Whether all has come; notes the time if so."""
         if not self._arrived and all(pending.is_completed() for _, pending in self._posted):
             self._arrived = time.perf_counter()
+        return bool(self._arrived)
 
     @property
     def span(self) -> tuple[float, float]:

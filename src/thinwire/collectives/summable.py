@@ -80,7 +80,7 @@ class UncompressedSum(Algorithm):
         first = self.reduction.parts[0].x
         if self._in_place(transport):
             transport.meet()
-            self._pools = transport.sum({first.dtype: self._weighted(first, first)})
+            self._pools = transport.sum(self._weighted({first.dtype: first}))
             return
         with transport.preparing():
             self._pools = self._copied(transport)
@@ -104,27 +104,36 @@ class UncompressedSum(Algorithm):
     def _copied(self, transport: Transport) -> dict[torch.dtype, Tensor]:
         parts = self.reduction.parts
         if len(parts) > 1:
-            pools = pooled([part.x for part in parts])
-            return {dtype: self._weighted(pool, pool) for dtype, pool in pools.items()}
-        self._scratch = self._weighted(parts[0].x, transport.link.scratch(parts[0].x))
+            return self._weighted(pooled([part.x for part in parts]))
+        self._scratch = transport.link.scratch(parts[0].x).copy_(parts[0].x)
         self._link = weakref.ref(transport.link)
-        return {parts[0].x.dtype: self._scratch}
+        return self._weighted({parts[0].x.dtype: self._scratch})
 
-    def _weighted(self, x: Tensor, out: Tensor) -> Tensor:
-        """Before the sum, as DDP does: an average of float16 fits where the sum may not."""
-        if self.weight != 1:
-            return torch.mul(x, self.weight, out=out)
-        return x if out is x else out.copy_(x)
+    def _weighted(self, pools: dict[torch.dtype, Tensor]) -> dict[torch.dtype, Tensor]:
+        for dtype, pool in pools.items():
+            first, _ = _weights(dtype, self.weight)
+            if first != 1:
+                pool.mul_(first)
+        return pools
 
     def finish(self) -> None:
         parts = self.reduction.parts
         for part, total in zip(parts, _unpooled(self._pools, [p.x for p in parts]), strict=True):
-            if total.data_ptr() != part.x.data_ptr():
+            _, last = _weights(part.x.dtype, self.weight)
+            if last != 1:
+                torch.mul(total, last, out=part.x)
+            elif total.data_ptr() != part.x.data_ptr():
                 part.x.copy_(total)
         link = None if self._scratch is None else self._link()
         if link is not None and self._scratch is not None:
             link.keep(self._scratch)
         self._scratch, self._pools = None, {}
+
+
+def _weights(dtype: torch.dtype, weight: float) -> tuple[float, float]:
+    """What to multiply with before and after the sum: an average of float16 fits where the sum may
+    not."""
+    return (weight, 1.0) if dtype == torch.float16 else (1.0, weight)
 
 
 def _values(payload: Payload) -> Tensor:

@@ -7,13 +7,17 @@
 
 The last two run as callbacks of the autograd engine, queued with the last bucket: the first before
 DDP finishes its buckets, the second after it.
+
+Where nothing of a pass is compressed and ranks have agreed in that before, buckets are averaged
+directly, as DDP itself would (docs/decisions/0033).
 """
 
+import functools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +27,12 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.compressors import Compressor
+from thinwire.collectives.direct import DirectSums
+from thinwire.collectives.handle import Handle
+from thinwire.compressors import Compressor, NoCompression
+from thinwire.compressors.base import FLOATS
+from thinwire.errors import MismatchError, PeerError
+from thinwire.feedback import EF14, NoFeedback
 from thinwire.feedback.base import Update
 from thinwire.kernels import Key
 from thinwire.parallel.optimizer_watch import OptimizerWatch
@@ -33,12 +42,15 @@ from thinwire.parallel.step import ExchangeStep, raise_first
 from thinwire.parallel.wire import Layout, Wire
 from thinwire.policies.base import Measured
 from thinwire.reducer.unit import Unit
-from thinwire.telemetry import span
+from thinwire.reducer.units import UNCOMPRESSED
+from thinwire.telemetry import Named, Parcel, span
 from thinwire.torch_internals import queue_callback, register_hook, reset_ddp
 
 log = logging.getLogger("thinwire")
 ATTRIBUTE = "_thinwire_hook"  # of a DDP module that has one
 REPLAYS = 2  # DDP has formed its final buckets after so many backward passes
+SETTLED = 2  # passes without compression in which ranks have met, before one in which they do not
+COMPARED = 32  # steps after which they meet again
 
 GradBucket = Any  # torch.distributed.GradBucket has no types
 Future = torch.futures.Future[Tensor]
@@ -104,6 +116,8 @@ class DDPHook:
         self._layout: Layout = []  # the buckets of the last whole step
         self._sparse: set[str] = set()
         self._ended = time.perf_counter()  # the last backward pass
+        self._sums: DirectSums | None = None
+        self._uncompressed = 0  # passes in a row, as far as they went well
         self._registered: RegisteredHook | None = None
         self._watch: OptimizerWatch | None = None
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -171,20 +185,36 @@ class DDPHook:
             if bucket.index() == 0:
                 self._begin()
         except BaseException as error:
-            self._pass.fail(error, bucket.parameters()[0])
+            self._fail(error, bucket)
         self._pass.expect(_Bucket(future, buffer, dense, set(names)))
         try:
-            if not self._pass.errors:
+            if self._pass.errors:
+                pass
+            elif self._pass.direct is not None:
+                self._pass.send_directly(names, bucket.gradients(), buffer)
+            else:
                 gradients = bucket.gradients() if dense is None else [dense]
                 self._receive(dict(zip(names, gradients, strict=True)), bucket, dense is not None)
         except BaseException as error:
-            self._pass.fail(error, bucket.parameters()[0])
+            self._fail(error, bucket)
         if self._pass.errors:
             self._pass.give_up()
         if bucket.is_last() and not queue_callback(self._finish):
             # Not in a backward pass: a rank that has joined the others early.
             self._finish()
         return future
+
+    def _fail(self, error: BaseException, bucket: GradBucket) -> None:
+        """This rank cannot go on with the pass."""
+        here = self._pass
+        known = isinstance(error, MismatchError | PeerError)
+        unmet = not here.step and self._uncompressed >= SETTLED and not known
+        if here.direct is None and not unmet:
+            here.fail(error, bucket.parameters()[0])
+            return
+        # The others add up, or may do so, without having met: only closed connections reach them.
+        here.errors.append(error)
+        self._direct_sums.close(error)
 
     def _new_pass(self) -> "BackwardPass":
         return BackwardPass(self.wire, self._find_unused)
@@ -195,19 +225,64 @@ class DDPHook:
         if self._watch is not None and self._watch.done:
             self._stop_watching()
         self.wire._begin_step()
-        self._pass.step = self.wire.step
+        step = self._pass.step = self.wire.step
+        self._pass.plain = self._is_plain(step)
+        if not self._pass.plain:
+            self._uncompressed = 0
+        elif self._uncompressed >= SETTLED and step % COMPARED and self._direct_sums.possible:
+            self._pass.direct = self._direct_sums
+            self._pass.follow(self._direct_sums.agree(step), set())
         self._planner.begin()
         if self._check_every and self.wire.step % self._check_every == 0:
             counts = queue_callback(lambda: None)  # else this rank has joined and is behind
             check = ReplicaCheck(self._parameters, self._reducer.options, counts)
             self._pass.follow(check.start(async_op=True), set())
 
+    @property
+    def _direct_sums(self) -> DirectSums:
+        if self._sums is None:
+            device = next(iter(self._parameters.values())).device
+            self._sums = DirectSums(self._reducer.options, device)
+        return self._sums
+
+    def _is_plain(self, step: int) -> bool:
+        """Whether a step does nothing that DDP would not do by itself; alike on all ranks."""
+        choices = self.wire._choices
+        return (
+            self._can_be_plain
+            and not (self._replayed or self._sparse)
+            and not choices.watches(step)
+            and all(
+                isinstance(choices.compressor_of(name), NoCompression | None)
+                for name in self._parameters
+            )
+            and not self._reducer.states.remember()
+        )
+
+    @functools.cached_property
+    def _can_be_plain(self) -> bool:
+        options = self._reducer.options
+        return (
+            options.nodes is None
+            and options.collective in ("auto", "summable")
+            and isinstance(self._reducer.feedback, EF14 | NoFeedback)
+            and all(
+                parameter.dtype in FLOATS and parameter.device.type == "cpu"
+                for parameter in self._parameters.values()
+            )
+        )
+
     def _end_interrupted_pass(self) -> None:
         """What Ctrl-C left under way: if all went well the other ranks have counted the step."""
         left = self._pass
         left.wait_until_ended()
-        if left.interrupted and all(handle.exception() is None for handle in left.handles):
+        if not left.interrupted:
+            return
+        if all(handle.exception() is None for handle in left.handles):
             self._commit(left)
+            self._uncompressed += left.plain
+        else:
+            self._uncompressed = 0
 
     def _receive(self, arrived: dict[str, Tensor], bucket: GradBucket, sparse: bool) -> None:
         here = self._pass
@@ -267,6 +342,7 @@ class DDPHook:
         except Exception as error:
             done.errors.append(error)
         done.give_up()
+        self._uncompressed = self._uncompressed + 1 if done.plain and not done.errors else 0
         if not done.errors:
             return
         lost = any(handle.account.lost for handle in done.handles)
@@ -331,6 +407,17 @@ class _Bucket:
     names: set[str]
 
 
+@dataclass
+class DirectExchange:
+    """A direct sum, as one of the exchanges of a pass."""
+
+    handle: Handle
+    units: Sequence[Named]
+
+    def commit(self) -> None:
+        """There is nothing to remember of it."""
+
+
 class BackwardPass(ExchangeStep):
     """What has arrived, what was sent, what went wrong in one backward pass."""
 
@@ -345,6 +432,8 @@ class BackwardPass(ExchangeStep):
         self.layout: Layout = []
         self.replayed = 0  # buckets of a loaded layout that are whole
         self.interrupted = False  # by Ctrl-C, while exchanges were under way
+        self.plain = False  # nothing of it is compressed
+        self.direct: DirectSums | None = None  # if ranks do not meet in it either
         self._buckets: list[_Bucket] = []
         self._lock = threading.Lock()
 
@@ -355,6 +444,18 @@ class BackwardPass(ExchangeStep):
     def confirm(self) -> None:
         if self.interrupted:
             raise InterruptedError("KeyboardInterrupt")  # the gradients are the user's again
+
+    def send_directly(
+        self, names: Sequence[str], gradients: Sequence[Tensor], buffer: Tensor
+    ) -> None:
+        """Begin to average a bucket in place."""
+        assert self.direct is not None
+        self.layout.append(list(names))
+        handle = self.direct.average(buffer)
+        parcel = Parcel(tuple(names), list(gradients))
+        self.exchanges.append(DirectExchange(handle, [parcel]))
+        self._wire._reducer.ledger.note(handle, [parcel], [UNCOMPRESSED])
+        self.follow(handle, set(names))
 
     def expect(self, bucket: _Bucket) -> None:
         with self._lock:

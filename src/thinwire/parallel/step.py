@@ -1,7 +1,7 @@
 """One step of a wire: its exchanges, what went wrong in them, what they came to."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -13,9 +13,10 @@ from thinwire.errors import MismatchError, PeerError
 from thinwire.feedback.base import Update
 from thinwire.kernels import Key
 from thinwire.parallel.plan import PlannedExchange
-from thinwire.reducer.exchange import Driver, UnitExchange
+from thinwire.reducer.exchange import Driver
 from thinwire.reducer.unit import Unit
 from thinwire.reducer.units import UNCOMPRESSED
+from thinwire.telemetry import Named
 
 if TYPE_CHECKING:
     from thinwire.parallel.wire import Wire
@@ -23,6 +24,18 @@ if TYPE_CHECKING:
 
 class SkippedError(PeerError):
     """Not sent, as an earlier exchange of the same step failed on all ranks."""
+
+
+class Sent(Protocol):
+    """An exchange of a step."""
+
+    @property
+    def handle(self) -> Handle: ...
+
+    @property
+    def units(self) -> Sequence[Named]: ...
+
+    def commit(self) -> None: ...
 
 
 class ExchangeStep(Driver):
@@ -49,7 +62,7 @@ class ExchangeStep(Driver):
         self.details = (("scaler", "given" if self.defers_commit else "none"),)
         self.skips_unused = skips_unused
         self.step = 0
-        self.exchanges: list[UnitExchange] = []
+        self.exchanges: list[Sent] = []
         self.handles: list[Handle] = []
         self.errors: list[BaseException] = []
         self._wire = wire

@@ -12,9 +12,10 @@ from thinwire.collectives.exchange import Details, storages
 from thinwire.collectives.options import Options
 from thinwire.collectives.transport import LISTED, Transport
 from thinwire.compressors import Compressor
-from thinwire.feedback import Feedback
+from thinwire.feedback import EF14, Feedback
 from thinwire.feedback.base import Remembering, Update
 from thinwire.feedback.state import storage_uses
+from thinwire.frames.code import wide_type
 from thinwire.kernels import Key
 from thinwire.kernels.compiling import KernelUse
 from thinwire.reducer.state import UnitState
@@ -212,13 +213,23 @@ class UnitExchange(AllReduce):
         if self._kept_recalled is not None and self.recalled is not None:
             for each, kept in zip(self.updates, self.recalled, strict=True):
                 self._kept_recalled[each.unit.names[0]] = kept
-        for each in self.updates:
+        for each, compressor in zip(self.updates, self.compressors, strict=True):
             each.update.release()
             if each.state is None:
                 each.update.commit(self._seed_key)
             else:
                 each.update.commit(each.state.storage_key(self._seed_key.seed))
-                each.state.committed(each.feedback)
+                each.state.committed(each.feedback, self._empties(each, compressor))
+
+    def _empties(self, each: UnitUpdate, compressor: Compressor) -> bool:
+        """Whether nothing waits to be sent when all was; the same on all ranks."""
+        exact = each.flat.dtype == wide_type(each.flat.dtype) and self.options.nodes is None
+        return (
+            compressor.lossless
+            and exact
+            and isinstance(each.feedback, EF14)
+            and not each.update.held_back
+        )
 
 
 def _unused_everywhere(transport: Transport, units: Sequence[Unit]) -> set[str]:

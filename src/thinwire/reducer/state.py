@@ -64,10 +64,14 @@ class UnitState:
         tensor = zlib.crc32("\n".join(self.names).encode())
         return Key(seed, self.steps % (1 << 32), tensor).derive(STORAGE)
 
-    def committed(self, feedback: Feedback) -> None:
-        """One more step is remembered."""
+    def committed(self, feedback: Feedback, emptied: bool) -> None:
+        """One more step is remembered.
+
+        Args:
+            emptied: of which nothing was left out, so that nothing waits to be sent any more.
+        """
         self.steps += 1
-        self.fresh = feedback.resets(self.steps)
+        self.fresh = emptied or feedback.resets(self.steps)
         if self.fresh:
             for vector in self.vectors.values():
                 vector.zero()
@@ -187,6 +191,13 @@ class FeedbackStates:
         for state in own:
             state.exchange.wait_until_ended()  # ranks must agree, however fast each of them is
         return any(name in self._loaded for name in unit.names) or not all(s.fresh for s in own)
+
+    def remember(self) -> bool:
+        """Whether something is remembered of any tensor."""
+        states = {id(state): state for state in self._by_name.values()}.values()
+        for state in states:
+            state.exchange.wait_until_ended()
+        return bool(self._loaded) or not all(state.fresh for state in states)
 
     def scale(self, factor: float) -> None:
         """Multiply all that is remembered."""
