@@ -24,7 +24,10 @@ from thinwire.policies.forecast import FIRST, NOTICEABLE, Conditions, Forecast
 from thinwire.policies.ladder import STEADY_KINDS, Rung, ladder_of, steady_ladder
 from thinwire.policies.schedule import WarmingUp
 
-TRIAL = 4  # steps with one strength before it is judged; the first of them is not looked at
+TRIAL = 4  # steps with one strength before it is judged
+UNSEEN = 1  # of these are not looked at: buffers are made
+# The same of uncompressed steps: ranks meet in two of them before they add up directly.
+UNSEEN_PLAIN = 2
 KEPT = 5  # steps of which the median counts
 ENOUGH = 2  # steps that must have been looked at
 PATIENCE = 3  # reports in a row that must want the same
@@ -194,6 +197,11 @@ class _Following(Chooser):
         return self._rungs[self._rung]
 
     @property
+    def _unseen(self) -> int:
+        """Steps with this rung that are not looked at."""
+        return UNSEEN if self._rung else UNSEEN_PLAIN
+
+    @property
     def ladder(self) -> list[Rung]:
         """All that may be used, light to strong."""
         return [self._rungs[i] for i in self._usable]
@@ -202,7 +210,7 @@ class _Following(Chooser):
         return self.rung.choose(tensor)
 
     def due(self, step: int) -> bool:
-        judging = step - self._since <= TRIAL or self._from >= 0 or bool(self._odd)
+        judging = step - self._since <= TRIAL + UNSEEN_PLAIN or self._from >= 0 or bool(self._odd)
         return judging or self._conditions.due(step) or self.probes(step) > 0
 
     def probes(self, step: int) -> int:
@@ -229,8 +237,7 @@ class _Following(Chooser):
 
     def follow(self, step: int, told: Sequence[Measured]) -> None:
         """What the ranks say of a step with this rung."""
-        # The first step with a rung makes buffers, and is not looked at.
-        if self._conditions.seen <= FIRST or step <= self._since:
+        if self._conditions.seen <= FIRST or step < self._since + self._unseen:
             return
         # Who arrives last in an exchange waits least: that is what the network itself takes.
         network = min(one.network for one in told)
@@ -340,7 +347,7 @@ class _Following(Chooser):
         dear = back >= 0 and self._times[now] > DEAR * self._times[back]
         stay = step - self._since + 1
         looked_at = sum(1 for each in self._recent if each)
-        if (stay < TRIAL or looked_at < ENOUGH) and not dear:
+        if (stay < TRIAL + self._unseen - UNSEEN or looked_at < ENOUGH) and not dear:
             return
         self._from = -1
         if back >= 0 and self._times[now] > MISJUDGED * self._promised:

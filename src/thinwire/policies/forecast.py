@@ -162,7 +162,8 @@ def _part(
     numel = sum(tensor.numel for tensor in own)
     if choice is None:
         num_bytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in own)
-        return SentPart(table.coding(None, num_bytes / numel), numel, False)
+        # As DDP's hook sends what is uncompressed; others meet before, which is measured.
+        return SentPart(Coding("plain", num_bytes / numel), numel, False)
     known = _in_table(choice, table)
     if isinstance(choice, JointCompressor):
         coding = table.joint_coding(choice if known else PowerSGD(4), [t.shape for t in own])
