@@ -33,7 +33,7 @@ SHARE = 0.004  # of the time that passes, what reports and probes may each take
 # Codecs run on the cores that train; what that costs is measured as soon as one is used.
 BUSY = 1.0
 FIRST_PROBE, LEAST_PROBE, MOST_PROBE = 1 << 18, 1 << 16, 1 << 22  # bytes
-LONG_ENOUGH = 0.01  # seconds of a probe's sum: above the noise of a machine's scheduler
+LONG_ENOUGH = 0.03  # seconds of a probe's sum: bursts that a link lets pass do not show in it
 PROBES = 2  # before anything is decided: the second one is as long as the first one says
 BETWEEN = 50  # steps from probe to probe, at least
 SELDOM = 32  # steps from report to report, at most
