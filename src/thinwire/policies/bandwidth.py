@@ -141,9 +141,8 @@ class _Following(Chooser):
 
     A step with each strength is forecast. What was measured of a strength takes the place of its
     forecast, and by how much the two differ corrects the forecasts of the strengths next to it.
-    The rule picks from these; what it wants without knowing it is tried for some steps. A link
-    that has changed changes all forecasts, and what was measured of the other strengths in the same
-    proportion.
+    The rule picks from these; what it wants without knowing it is tried for some steps. When the
+    link has changed, what was measured is forgotten.
 
     Args:
         rule: which strength is wanted.
