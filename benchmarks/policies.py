@@ -178,9 +178,9 @@ LADDERS = {
     "text": ["cast:bf16", "quantize:8", "quantize:4", "powersgd:16", "powersgd:8", "powersgd:4"],
 }
 FIRST, AUTOS_FIRST = 3, 10  # steps of each method that are not looked at
-TURN = 6  # steps of a method before it is the next one's turn
+TURN = 4  # steps of a method before it is the next one's turn
 LONGEST = 60.0  # seconds of turns in a cell, after which no other round begins
-MOST_ROUNDS = 8
+MOST_ROUNDS = 12
 
 
 class Contestant:
