@@ -413,7 +413,7 @@ class _Following(Chooser):
         if not here.ready:
             return lines
         lines += [
-            f"Ranks hear from each other in {1e3 * here.meeting:.3g} ms, and the link of each "
+            f"Ranks hear from each other in {1e3 * here.report:.3g} ms, and the link of each "
             f"moves {8e-6 * here.rate:.3g} Mbit/s. A step computes for {1e3 * here.compute:.0f} "
             f"ms, of which {1e3 * here.window:.0f} ms can hide communication, and waits "
             f"{1e3 * here.waiting:.0f} ms for it.",
