@@ -214,6 +214,8 @@ class Contestant:
             self.schedule.step()
             if counts:
                 self.seconds.append(time.perf_counter() - begin)
+        if self.wire is not None:
+            self.wire._choices.state()  # have reports and probes ended, not in the turns of others
 
 
 def turns_main(job: dict[str, Any]) -> None:

@@ -191,7 +191,9 @@ class PolicyRunner(Choices):
         return {name: self.chooser.choose(tensor, step) for name, tensor in self.tensors.items()}
 
     def _learn(self) -> None:
-        """Have learnt from all reports."""
+        """Have learnt from all reports; a probe must not share the link with what comes next."""
+        if self._probe is not None:
+            self._probe.handle.wait()
         if self._reports is not None:
             (step, reports), self._reports = self._reports, None
             reports.handle.wait()
@@ -210,7 +212,7 @@ class PolicyRunner(Choices):
         if self.due(step):
             probe, self._probe = self._probe, None
             if probe is not None:
-                probe.handle.wait()  # exchanges of this step came after it, and have ended
+                probe.handle.wait()
                 measured = measured._replace(
                     probed=float(probe.num_bytes), meeting=probe.meeting, moving=probe.moving
                 )

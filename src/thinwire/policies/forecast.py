@@ -43,6 +43,9 @@ SMOOTH = 0.5  # of what was known before
 SLOWEST, FASTEST = 1e2, 1e12  # bytes per second between which a rate is looked for
 HALVINGS = 60  # of that interval
 MOST_WAITS = 0.7  # of a sum's seconds, what may be other than its bytes
+# Times the table's seconds, at most, that codecs are slower by: threads that wait for a core show
+# in the seconds of any codec, and are no reason to think that a slow one takes several times as long.
+MOST_SLOWER = 2.0
 FORGOTTEN = 1.1  # times more or less, from which on forecasts are made anew
 
 
@@ -119,7 +122,13 @@ class Forecast:
             else:
                 due += [Due(scaled, numel / n, _ready(early, i, n)) for i in range(n)]
         due.sort(key=lambda each: each.ready)
-        return overlapped_step(due, conditions.network, conditions.compute, BUSY)
+        cost = overlapped_step(due, conditions.network, conditions.compute, BUSY)
+        extra = (
+            conditions.extra
+            if any(part.coding.kind != "plain" for part in self._parts[rung])
+            else 0.0
+        )
+        return cost._replace(seconds=cost.seconds + extra)
 
     def codec_seconds(self, rung: int, conditions: "Conditions") -> float:
         """Of encoding and decoding alone, as the table has it."""
@@ -197,6 +206,7 @@ class Conditions:
         window: of these, what comes after the first exchange has begun.
         exchanges: of an uncompressed step.
         codec: times as long as the table has it.
+        extra: seconds of codecs in a step beyond that, whatever the codec.
         link_version: counts up when the link has changed.
         version: counts up when anything has, so that forecasts are made anew.
     """
@@ -212,6 +222,7 @@ class Conditions:
         self.meeting = self.rate = self.compute = self.window = self.waiting = 0.0
         self.report = 0.0
         self.exchanges = self.codec = 1.0
+        self.extra = 0.0
         self.took = 0.0  # a step, the last that was reported
         self._codec_known = False
         self._probes = 0
@@ -219,7 +230,7 @@ class Conditions:
         self._size = min(FIRST_PROBE, self._most)
         self._probed = 0  # the last step with a probe
         self._cost = 0.0  # seconds of it
-        self._used = (0.0, 1.0)  # compute and codec that forecasts were made with
+        self._used = (0.0, 1.0, 0.0)  # compute, codec and extra that forecasts were made with
 
     @property
     def ready(self) -> bool:
@@ -293,18 +304,22 @@ class Conditions:
         if uncompressed:
             self.exchanges = max(one.exchanges for one in told)
         elif codec_seconds:
-            codec = median(one.codec for one in told) / codec_seconds
+            seconds = median(one.codec for one in told)
+            codec = min(MOST_SLOWER, seconds / codec_seconds)
+            extra = seconds - codec * codec_seconds
             smooth = SMOOTH if self._codec_known else 0.0
-            self.codec, self._codec_known = smooth * self.codec + (1 - smooth) * codec, True
+            self.codec = smooth * self.codec + (1 - smooth) * codec
+            self.extra = smooth * self.extra + (1 - smooth) * extra
+            self._codec_known = True
         if self._codec_known or uncompressed:
-            self._notice((self.compute, self.codec))
+            self._notice((self.compute, self.codec, self.compute + self.extra))
 
     def learn_speed(self, speed: float) -> None:
         """Until codecs were measured: how long they take on the slowest rank."""
         if not self._codec_known:
             self.codec = speed
 
-    def _notice(self, now: tuple[float, float]) -> None:
+    def _notice(self, now: tuple[float, float, float]) -> None:
         pairs = zip(now, self._used, strict=True)
         if any(not b / FORGOTTEN <= a <= b * FORGOTTEN for a, b in pairs):
             self._used = now
@@ -340,13 +355,13 @@ class Conditions:
         numbers: list[float] = [self.size, self.meeting, self.rate, self.compute, self.window]
         numbers += [self.waiting]
         numbers += [self.exchanges, self.codec, self._codec_known, self.took]
-        numbers += [self._probes, self._size, self._probed, self.report, self._cost]
+        numbers += [self._probes, self._size, self._probed, self.report, self._cost, self.extra]
         return [float(number) for number in numbers]
 
     def load(self, state: Sequence[float]) -> bool:
         """Go on from a state; False if it is that of another number of ranks, of which only the
         codecs count."""
-        self.codec, self._codec_known = state[7], bool(state[8])
+        self.codec, self._codec_known, self.extra = state[7], bool(state[8]), state[15]
         self.seen = 0  # a new process makes its connections and kernels anew
         self.version += 1
         if state[0] != self.size:
@@ -354,5 +369,5 @@ class Conditions:
         _, self.meeting, self.rate, self.compute, self.window, self.waiting = state[:6]
         self.exchanges, self.took = state[6], state[9]
         self._probes, self._size, self._probed = int(state[10]), int(state[11]), int(state[12])
-        self.report, self._cost = state[13:]
+        self.report, self._cost = state[13:15]
         return True
