@@ -43,8 +43,8 @@ SMOOTH = 0.5  # of what was known before
 SLOWEST, FASTEST = 1e2, 1e12  # bytes per second between which a rate is looked for
 HALVINGS = 60  # of that interval
 MOST_WAITS = 0.7  # of a sum's seconds, what may be other than its bytes
-# Times the table's seconds, at most, that codecs are slower by: threads that wait for a core show
-# in the seconds of any codec, and are no reason to think that a slow one takes several times as long.
+# Times as long as in the table, at most. Threads that wait for a core show in the seconds of any
+# codec: what is beyond this is taken to be the same for all of them, not in proportion.
 MOST_SLOWER = 2.0
 FORGOTTEN = 1.1  # times more or less, from which on forecasts are made anew
 
@@ -123,12 +123,8 @@ class Forecast:
                 due += [Due(scaled, numel / n, _ready(early, i, n)) for i in range(n)]
         due.sort(key=lambda each: each.ready)
         cost = overlapped_step(due, conditions.network, conditions.compute, BUSY)
-        extra = (
-            conditions.extra
-            if any(part.coding.kind != "plain" for part in self._parts[rung])
-            else 0.0
-        )
-        return cost._replace(seconds=cost.seconds + extra)
+        compressed = any(part.coding.kind != "plain" for part in self._parts[rung])
+        return cost._replace(seconds=cost.seconds + (conditions.extra if compressed else 0.0))
 
     def codec_seconds(self, rung: int, conditions: "Conditions") -> float:
         """Of encoding and decoding alone, as the table has it."""
