@@ -105,7 +105,8 @@ bench-fsdp: setup  ## Sharded models on slow links: FSDP2, HSDP, loss (about a q
 bench-federated: setup  ## Federated averaging: accuracy against bytes uploaded (a quarter of an hour)
 	$(VENV)/bin/python benchmarks/federated.py
 
-bench-policies: setup  ## A link that changes, too strong a start, a setting for each layer (20 minutes)
+bench-policies: setup  ## The fastest step, a link that changes, too strong a start, a setting for each layer (35 minutes)
+	$(VENV)/bin/python benchmarks/policies.py auto
 	$(VENV)/bin/python benchmarks/policies.py link
 	$(VENV)/bin/python benchmarks/policies.py accuracy
 	$(VENV)/bin/python benchmarks/policies.py layers

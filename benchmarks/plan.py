@@ -37,8 +37,8 @@ from thinwire.compare.run import Comparison, shown
 from thinwire.compare.settings import ComparisonSettings
 from thinwire.lab.topology import parse_rate, parse_time
 from thinwire.machine import busy
-from thinwire.plan.codecs import CodecTable, table_from
 from thinwire.plan.predict import PLAIN, PlannedMethod, Setting, read_method, step_of
+from thinwire.policies.codecs import CodecTable, table_from
 
 SCHEMA = "thinwire.plan-check/1"
 METHODS = ("quantize:8", "quantize:4", "topk:0.01", "topk:0.01|quantize:4", "powersgd:4")

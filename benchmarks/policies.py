@@ -1,9 +1,16 @@
-"""What adaptive policies bring: a link that changes, too strong a start, a setting for each layer.
+"""What adaptive policies bring: the fastest step, a link that changes, too strong a start, a
+setting for each layer.
 
+    python benchmarks/policies.py auto      [--seconds 240] [--out ...]
     python benchmarks/policies.py link      [--workload images:hidden=256] [--phase 60] [--out ...]
     python benchmarks/policies.py accuracy  [--steps 300] [--seeds 3] [--out ...] [--picture ...]
     python benchmarks/policies.py layers    [--steps 120] [--out ...]
 
+auto      `auto` against plain DDP and every strength that it chooses from: images under SGD, text
+          under AdamW, on four hosts at 10 and 100 Mbit/s and 1 Gbit/s in network namespaces, and on
+          loopback. All methods train in the same processes, a few steps each in turn, so that
+          whatever else the machine does meets all of them. Each cell is written to the record when
+          it is done; the same call goes on after the last one.
 link      Four hosts in network namespaces. Their links drop from --fast to --slow after --phase
           steps and come back after as many: dense, `bandwidth`, and an oracle that switches by
           hand at the right steps. Seconds of training; the machine's cores are shared by all.
@@ -14,6 +21,7 @@ layers    `Layerwise.solve` against the uniform setting it is to be as good as: 
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -26,6 +34,7 @@ from typing import Any, ClassVar
 
 import torch
 from harness import Target, conclude, read_options, run_ranks
+from recording import write_record
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -157,6 +166,139 @@ def rank_main(job: dict[str, Any]) -> None:
         print(json.dumps({"decisions": decisions, "explain": wire.explain()}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+# The fastest step.
+
+PLAIN = "ddp"
+WIDE = "images:hidden=512"  # as `thinwire compare` has it: long to send, quick to compute
+LINKS = ("10mbit", "100mbit", "1gbit", "loopback")
+LADDERS = {
+    "images": [f"topk:{ratio}|quantize:4" for ratio in (0.3, 0.1, 0.03, 0.01)],
+    "text": ["cast:bf16", "quantize:8", "quantize:4", "powersgd:16", "powersgd:8", "powersgd:4"],
+}
+FIRST, AUTOS_FIRST = 3, 10  # steps of each method that are not looked at
+TURN = 4  # steps of a method before it is the next one's turn
+LONGEST = 60.0  # seconds of turns in a cell, after which no other round begins
+MOST_ROUNDS = 12
+
+
+class Contestant:
+    """One method, with a model of its own."""
+
+    def __init__(self, name: str, job: dict[str, Any], rank: int, size: int) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        import thinwire as tw
+        from thinwire.workloads import workload
+
+        self.task = workload(job["workload"])
+        self.model = DistributedDataParallel(self.task.model(0))
+        self.optimizer = self.task.optimizer(self.model)
+        self.schedule = self.task.schedule(self.optimizer, job["steps"])
+        self.batches = iter(self.task.batches(rank, size, 0))
+        self.wire = None if name == PLAIN else tw.attach(self.model, name, measure_every=0)
+        self.name, self.seconds = name, list[float]()
+
+    def train(self, steps: int, counts: bool = True) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+        if self.wire is not None:
+            self.wire._hook._ended = time.perf_counter()  # the turns of others are no step
+        for _ in range(steps):
+            begin = time.perf_counter()
+            self.optimizer.zero_grad()
+            self.task.loss(self.model, next(self.batches)).backward()
+            self.optimizer.step()
+            self.schedule.step()
+            if counts:
+                self.seconds.append(time.perf_counter() - begin)
+        if self.wire is not None:
+            self.wire._choices.state()  # have reports and probes ended, not in the turns of others
+
+
+def turns_main(job: dict[str, Any]) -> None:
+    """What runs on each rank: all methods in turn."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = [Contestant(name, job, rank, size) for name in job["methods"]]
+    for each in found:
+        each.train(AUTOS_FIRST if each.name == "auto" else FIRST, counts=False)
+    begin = time.perf_counter()
+    for turn in range(MOST_ROUNDS):
+        late = torch.tensor(float(time.perf_counter() - begin > LONGEST))
+        dist.broadcast(late, 0)
+        if late:
+            break
+        for each in found[turn % len(found) :] + found[: turn % len(found)]:
+            each.train(TURN)
+    if rank == 0:
+        for each in found:
+            row: dict[str, Any] = {"method": each.name, "seconds": each.seconds}
+            if each.name == "auto":
+                row["explain"] = each.wire.explain()
+                row["decisions"] = [decision._asdict() for decision in each.wire.decisions]
+            print(json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def auto(options: argparse.Namespace, console: Console) -> tuple[list[Any], list[Target]]:
+    begin, schema = time.monotonic(), "thinwire.policies-auto/1"
+    found: list[Any] = []
+    if options.out and options.out.exists():
+        found = json.loads(options.out.read_text())["measured"]
+    workloads = [options.workload] if options.workload else [WIDE, "text"]
+    for workload, link in itertools.product(workloads, options.links.split(",")):
+        if any((each["workload"], each["link"]) == (workload, link) for each in found):
+            continue
+        if options.seconds and time.monotonic() - begin > options.seconds:
+            break
+        ladder = LADDERS[workload.partition(":")[0]]
+        methods = [PLAIN, "auto", "none", *ladder]
+        steps = FIRST + AUTOS_FIRST + TURN * MOST_ROUNDS
+        job = {"turns": True, "workload": workload, "methods": methods, "steps": steps}
+        cluster = Loopback(options.ranks) if link == "loopback" else Lab(options.ranks, link)
+        rows: list[dict[str, Any]] = []
+        with console.status(f"{workload}, {link}: {len(methods)} methods in turn ..."):
+            run_ranks(cluster, __file__, job, rows.append, limit=LIMIT)
+        found.append({"workload": workload, "link": link, "methods": rows})
+        show_cell(found[-1], console)
+        if options.out:
+            write_record(options, schema, found, auto_targets(found), [NOTE])
+    return found, auto_targets(found)
+
+
+def medians(cell: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a step with each method."""
+    return {row["method"]: 1e3 * statistics.median(row["seconds"]) for row in cell["methods"]}
+
+
+def show_cell(cell: dict[str, Any], console: Console) -> None:
+    steps = medians(cell)
+    words = ", ".join(f"{name} {took:.0f}" for name, took in steps.items())
+    console.print(f"{cell['workload']}, {cell['link']}: ms per step: {words}")
+    (ours,) = (row for row in cell["methods"] if row["method"] == "auto")
+    for decision in ours["decisions"]:
+        console.print(f"    step {decision['step']}: {decision['compressor']}: {decision['why']}")
+    console.print(ours["explain"], highlight=False)
+
+
+def auto_targets(found: list[dict[str, Any]]) -> list[Target]:
+    targets = []
+    for cell in found:
+        steps = medians(cell)
+        ours, where = steps.pop("auto"), f"{cell['workload']}, {cell['link']}"
+        best = min(steps.values())
+        targets += [
+            Target.at_most(f"{where}: step / best fixed method's", ours / best, 1.10),
+            Target.at_most(f"{where}: step / plain DDP's", ours / steps[PLAIN], 1.03),
+        ]
+    return targets
 
 
 def train(
@@ -343,7 +485,8 @@ def layers(options: argparse.Namespace, console: Console) -> tuple[list[Any], li
     ]
 
 
-STUDIES = {"link": link, "accuracy": accuracy, "layers": layers}
+NOTE = "all hosts and ranks share this machine's cores"
+STUDIES = {"auto": auto, "link": link, "accuracy": accuracy, "layers": layers}
 
 
 def main() -> int:
@@ -362,15 +505,17 @@ def main() -> int:
     parser.add_argument("--uniform", default="topk:0.01", help="compressor, of layers")
     parser.add_argument("--budget", type=float, default=1.0, help="of error, of layers (1)")
     parser.add_argument("--picture", type=Path, help="draw accuracy's study as a PNG")
+    parser.add_argument("--links", default=",".join(LINKS), help="of auto (%(default)s)")
+    parser.add_argument("--seconds", type=float, help="begin no cell of auto later than this")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     options = read_options(parser)
     if options.as_rank:
-        rank_main(json.loads(options.as_rank.read_text()))
+        job = json.loads(options.as_rank.read_text())
+        turns_main(job) if job.get("turns") else rank_main(job)
         return 0
     console = Console(width=110)
     found, targets = STUDIES[options.study](options, console)
-    note = "all hosts and ranks share this machine's cores"
-    return conclude(console, options, f"thinwire.policies-{options.study}/1", found, targets, note)
+    return conclude(console, options, f"thinwire.policies-{options.study}/1", found, targets, NOTE)
 
 
 if __name__ == "__main__":

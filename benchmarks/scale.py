@@ -24,9 +24,9 @@ from thinwire.collectives.costs import (
     record_bytes,
 )
 from thinwire.formatting import show_bytes, show_seconds
-from thinwire.plan.codecs import shipped
 from thinwire.plan.simulate import World, make_world, simulate_step
 from thinwire.plan.sizes import UniformModel, layers_of
+from thinwire.policies.codecs import shipped
 
 LOCAL_STEPS = 100
 WAYS = (

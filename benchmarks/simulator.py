@@ -18,10 +18,10 @@ from rich.console import Console
 
 import thinwire as tw
 from thinwire.formatting import read_count
-from thinwire.plan.codecs import shipped
 from thinwire.plan.events import pass_links
 from thinwire.plan.simulate import make_world, simulate_step
 from thinwire.plan.sizes import UniformModel
+from thinwire.policies.codecs import shipped
 
 MESSAGES = 64 * 63  # of a round of 64 ranks
 

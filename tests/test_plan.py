@@ -34,7 +34,6 @@ from thinwire.collectives.costs import (
     waiting_step,
 )
 from thinwire.formatting import show_seconds
-from thinwire.plan.codecs import CodecRow, CodecTable, shipped, table_from, table_of
 from thinwire.plan.document import tables_of
 from thinwire.plan.predict import (
     METHODS,
@@ -46,6 +45,7 @@ from thinwire.plan.predict import (
     step_of,
 )
 from thinwire.plan.sizes import LayeredModel, UniformModel, layers_of, read_layers
+from thinwire.policies.codecs import CodecRow, CodecTable, shipped, table_from, table_of
 
 MB = 1_000_000
 FREE = {"start": 0.0, "peer": 0.0}  # software costs nothing

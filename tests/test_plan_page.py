@@ -13,7 +13,6 @@ from browser import CHROMIUM, evaluate, measure
 
 from thinwire.cli import main
 from thinwire.collectives.costs import Interconnect
-from thinwire.plan.codecs import shipped
 from thinwire.plan.predict import (
     METHODS,
     PLAIN,
@@ -24,6 +23,7 @@ from thinwire.plan.predict import (
     step_of,
 )
 from thinwire.plan.sizes import UniformModel
+from thinwire.policies.codecs import shipped
 from thinwire.report.plan_page import (
     constants,
     described_method,

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from nets import TIMEOUT, all_same, backward, named, plain, train, wired
 
 import thinwire as tw
+from thinwire.collectives.probe import LinkProbe
 from thinwire.policies import Chooser, Policy, PolicyContext, TensorInfo
 
 STEADY = [  # what goes by steps and values, not by the clock
@@ -61,6 +63,28 @@ def test_ranks_decide_alike(spec):
     assert first[3].startswith(str(tw.policies.parse(spec)))
     if spec not in TIMED:
         assert len({tuple(row) for row in first[0]}) > 1, "it did change something"
+
+
+def on_timed_link(spec: str) -> tuple[Any, ...]:
+    """The probes of a training, and one by itself."""
+    model, wire = wired(spec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, range(9), optimizer)
+    probe = LinkProbe(1 << 16, torch.device("cpu"), wire._reducer.options)
+    probe.start()
+    return wire.state_dict()["policy"], wire.explain(), probe.meeting, probe.moving
+
+
+@pytest.mark.parametrize("spec", TIMED[:2])
+def test_ranks_time_their_link_and_show_what_follows(spec):
+    found = ranks.run(on_timed_link, spec, ranks=3)
+    assert found[0][0] == found[1][0] == found[2][0]
+    for _, words, meeting, moving in found:
+        assert 0 < meeting < 60
+        assert 0 < moving < 60
+        assert "Ranks hear from each other in" in words
+        assert "A step, forecast from that and measured:" in words
+        assert re.search(r"\n  uncompressed +\d+ ms +\d+ ms", words), words
 
 
 def on_checkpoint(spec: str, path: str) -> dict[str, bool]:

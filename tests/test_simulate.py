@@ -19,7 +19,6 @@ from thinwire.collectives.costs import (
     ring,
 )
 from thinwire.plan import simulate
-from thinwire.plan.codecs import shipped
 from thinwire.plan.events import pass_links, turn_ring
 from thinwire.plan.simulate import (
     COLLECTIVES,
@@ -33,6 +32,7 @@ from thinwire.plan.simulate import (
     tree_round,
 )
 from thinwire.plan.sizes import UniformModel
+from thinwire.policies.codecs import shipped
 
 RATE = 1e8
 

@@ -20,11 +20,12 @@ from thinwire.compressors import Compressor, JointCompressor, LocalCompressor, c
 from thinwire.compressors.joint import Seen
 from thinwire.kernels import Key
 from thinwire.machine import machine
-from thinwire.plan.codecs import CodecRow, CodecTable, frame_of
+from thinwire.policies.codecs import CodecRow, CodecTable, frame_of
 
 SPECS = (
     *("none", "cast:bf16", "quantize:8", "quantize:4", "quantize:2", "qsgd:7", "natural"),
     *("onebit", "scaledsign", "terngrad", "topk:0.1", "topk:0.01", "topk:0.001"),
+    *("topk:0.3|quantize:4", "topk:0.1|quantize:4", "topk:0.03|quantize:4"),
     *("topk:0.01|quantize:4", "topk:0.001|quantize:4", "randomk:0.01", "lossless"),
     *("powersgd:1", "powersgd:4", "powersgd:16"),
 )

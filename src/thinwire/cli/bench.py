@@ -143,7 +143,7 @@ def _run_for_plan(arguments: argparse.Namespace) -> int:
 
     from thinwire.bench.codecs import SPECS, measure_codecs, num_ticks
     from thinwire.bench.run import shown
-    from thinwire.plan.codecs import measured_file
+    from thinwire.policies.codecs import measured_file
 
     try:
         for name in ("size", "data", "input", "plot"):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from thinwire.cli.parsing import Commands, complain
 
 if TYPE_CHECKING:
-    from thinwire.plan.codecs import CodecTable
     from thinwire.plan.predict import Setting
     from thinwire.plan.sizes import Model
+    from thinwire.policies.codecs import CodecTable
 
 _DESCRIPTION = """\
 Predict, without training anything, what a step would take with each method on
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(arguments: argparse.Namespace) -> "CodecTable":
-    from thinwire.plan.codecs import table_of
+    from thinwire.policies.codecs import table_of
 
     table = table_of(arguments.machine)
     if arguments.shared_cores is None:

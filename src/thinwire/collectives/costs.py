@@ -40,7 +40,7 @@ FIRST_WINDOW = 10 * 1448
 IDLE = 0.2
 # Seconds of software in a round, and for each message of a rank in it, on a core of one's own:
 # gloo's threads are woken. Fitted to 4 kB over loopback among 2, 4 and 8 processes of the machine
-# that plan/machines.json was measured on: an all-to-all takes 0.35, 1.34 and 4.15 ms, a hop of a
+# that machines.json was measured on: an all-to-all takes 0.35, 1.34 and 4.15 ms, a hop of a
 # ring 0.22, 1.03 and 1.53 ms; n processes on two cores take n / 2 times as long, and `SCHEDULING`.
 START, PEER = 150e-6, 110e-6
 # Seconds more per round where more ranks than cores wait for each other (the same measurement).

@@ -7,6 +7,7 @@ import torch
 
 from thinwire.collectives.numbers import GatherNumbers
 from thinwire.collectives.options import Options
+from thinwire.collectives.probe import LinkProbe
 from thinwire.compressors import Compressor
 from thinwire.feedback.base import Update
 from thinwire.policies.base import (
@@ -177,6 +178,7 @@ class PolicyRunner(Choices):
         self._device, self._options = device, options
         self._step = step - 1  # that has begun last
         self._reports: tuple[int, GatherNumbers] | None = None  # after the last step, under way
+        self._probe: LinkProbe | None = None  # under way, or ended and not told of
         first = {name: chooser.choose(tensor, step) for name, tensor in tensors.items()}
         super().__init__(policy, tensors, first)
 
@@ -189,7 +191,9 @@ class PolicyRunner(Choices):
         return {name: self.chooser.choose(tensor, step) for name, tensor in self.tensors.items()}
 
     def _learn(self) -> None:
-        """Have learnt from all reports."""
+        """Have learnt from all reports; a probe must not share the link with what comes next."""
+        if self._probe is not None:
+            self._probe.handle.wait()
         if self._reports is not None:
             (step, reports), self._reports = self._reports, None
             reports.handle.wait()
@@ -206,6 +210,12 @@ class PolicyRunner(Choices):
 
     def end(self, step: int, measured: Measured) -> None:
         if self.due(step):
+            probe, self._probe = self._probe, None
+            if probe is not None:
+                probe.handle.wait()
+                measured = measured._replace(
+                    probed=float(probe.num_bytes), meeting=probe.meeting, moving=probe.moving
+                )
             try:
                 numbers: Sequence[float] | Exception = self.chooser.report(measured)
             except Exception as error:
@@ -214,6 +224,10 @@ class PolicyRunner(Choices):
             reports = GatherNumbers(numbers, what, self._device, self._options)
             reports.start(async_op=True)
             self._reports = (step, reports)
+            num_bytes = self.chooser.probes(step)
+            if num_bytes:
+                self._probe = LinkProbe(num_bytes, self._device, self._options)
+                self._probe.start(async_op=True)
 
     def watches(self, step: int) -> bool:
         return self.chooser.watches(step)
@@ -257,7 +271,7 @@ class PolicyRunner(Choices):
         except Exception:
             self.chooser.load(before)
             raise
-        self._reports = None
+        self._reports = self._probe = None
         self._step, self._choices = step, choices
 
 

@@ -129,13 +129,14 @@ class ExchangeStep(Driver):
             for exchange in self.exchanges:
                 exchange.commit()
 
-    def totals(self) -> tuple[float, float, float]:
-        """Seconds on the network and with compression, and bytes, of all exchanges."""
+    def totals(self) -> tuple[float, float, float, float]:
+        """Seconds on the network and with compression, and bytes, of all exchanges; how many."""
         accounts = [exchange.handle.account for exchange in self.exchanges]
         seconds = [account.seconds for account in accounts]
         network = sum(each.get("network", 0.0) for each in seconds)
         codec = sum(each.get("encode", 0.0) + each.get("decode", 0.0) for each in seconds)
-        return network, codec, float(sum(account.network_bytes for account in accounts))
+        num_bytes = sum(account.network_bytes for account in accounts)
+        return network, codec, float(num_bytes), float(len(accounts))
 
     def all_finite(self) -> bool:
         """Whether the optimizer will take this step, as far as exchanges have ended: the same

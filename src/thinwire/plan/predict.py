@@ -21,9 +21,9 @@ from thinwire.collectives.costs import (
 from thinwire.compressors import Compressor, JointCompressor, SparseCompressor
 from thinwire.formatting import show_rate, show_ratio, show_seconds
 from thinwire.methods import LocalRecipe, method_of
-from thinwire.plan.codecs import CodecTable
 from thinwire.plan.sizes import Model
 from thinwire.policies.base import policy_of
+from thinwire.policies.codecs import CodecTable
 
 PLAIN = "ddp"
 # What is compared unless --with says otherwise.

@@ -19,9 +19,8 @@ import torch
 from thinwire.collectives.costs import FORWARD, Coding, Due
 from thinwire.compressors import Compressor, JointCompressor
 from thinwire.parallel.plan import DENSE_ENOUGH, Piece, PlannedExchange, Planner
-from thinwire.plan.codecs import CodecTable
+from thinwire.policies.codecs import WIDTH, CodecTable
 
-WIDTH = 4  # bytes of a gradient: float32, whatever parameters are trained in
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, as DDP fills buckets
 MIN_NUMEL = 1024  # elements below which tensors are sent uncompressed, as `attach` has it
 WIDTH_PER_LAYER = 64  # d / layers of GPT-2 and its like
@@ -256,13 +255,7 @@ class LayeredModel:
             # What rides along is sent as it is, in the same message.
             riding = WIDTH * (numel - compressed) / compressed
             return Due(coding._replace(frame=coding.frame + riding), compressed, ready)
-        sent, first = 0.0, 0.0
-        for shape in (torch.Size(layer.shape) for layer in own):
-            values, seen = compressor.sent(shape), compressor.matrix(shape)
-            sent += values
-            # Uncompressed ones go with the first sum, and of factors the one with the rows.
-            first += values if seen is None else values * seen[0] / sum(seen)
-        coding = table.coding(compressor, WIDTH * sent / numel, first / sent)
+        coding = table.joint_coding(compressor, [torch.Size(layer.shape) for layer in own])
         return Due(coding, numel, ready)
 
     def fragment(

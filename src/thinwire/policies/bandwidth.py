@@ -1,6 +1,7 @@
-"""Compression as strong as the network needs, and no stronger: `Bandwidth`, and `Auto` with it."""
+"""Compression as strong as the network needs: `Bandwidth`, and `Auto` for the fastest step."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -19,32 +20,86 @@ from thinwire.policies.base import (
     TensorInfo,
     inner_compressor,
 )
+from thinwire.policies.forecast import FIRST, NOTICEABLE, Conditions, Forecast
 from thinwire.policies.ladder import STEADY_KINDS, Rung, ladder_of, steady_ladder
 from thinwire.policies.schedule import WarmingUp
 
-FIRST = 2  # steps that are not looked at: connections and kernels are made in them
-STEADY = 2  # steps with one choice before the next one is made
-PATIENCE = 3  # steps for which a lighter choice must seem to fit
-LOOK = 8  # steps after which the next lighter choice is tried
-RARELY = 64  # the same, after tries that were expensive
-SURPRISE = 2.0  # times more or less than before, twice: the link has changed
+TRIAL = 4  # steps with one strength before it is judged
+UNSEEN = 1  # of these are not looked at: buffers are made
+# The same of uncompressed steps: ranks meet in two of them before they add up directly.
+UNSEEN_PLAIN = 2
+KEPT = 5  # steps of which the median counts
+ENOUGH = 2  # steps that must have been looked at
+PATIENCE = 3  # reports in a row that must want the same
+LOOK = 32  # steps until the best that is known may be left, and what others took is doubted
+RARELY = 512  # the same, where the best is not clear
+# What is believed of a strength that was not used, as a share below its forecast: forecasts are
+# within 25 % of what labs measure in nine of ten cases (docs/plan.md). Where another compressed
+# one has been measured they are nearer, and a try must promise more than the noise.
+DOUBT, NOISE = 0.2, 0.05
+DOUBTFUL = 0.1  # the same of what was measured long ago, and once
+AGAIN = 0.1  # the same where forecasts were off, and of uncompressed steps on a changed link
+TRUSTED = 1.25  # times more or less than forecast: further off, and others are worth a try too
+STAY = 0.03  # what another strength must be better by
+# Times what the first choice takes: from there on uncompressed steps are too slow to look again.
+# They were measured in the first steps of a process, which are slower than later ones.
+CLOSE = 1.5
+LOST = 0.01  # of the time since the last change, what a try may take longer than no try
+CLEAR = 1.25  # times as long as another strength takes: reason enough to leave at once
+DEAR = 1.5  # times as long as before: a try that need not go on
+SURPRISE = 2.0  # times more or less on the network than before, twice: the link has changed
+MISJUDGED = 1.2  # times as long as was expected: perhaps the link is not what it was
 NEARLY = 1.2  # times the least that is as good when nothing fits: the lightest of them
-OLD = 100  # steps after which what another choice took is forgotten
 SMALLER = 1.2  # times fewer bytes than the rung before: otherwise a rung is no use
-_FIELDS = 6  # numbers of a rank
 STRONGEST = TopK(0.01) | Quantize(4)  # of Auto, where the optimizer is not like Adam
+_FIELDS = len(Measured._fields) + 1  # numbers of a rank: the last one says how fast its codecs are
+
+
+class _Rule(ABC):
+    """Which strength is wanted."""
+
+    @abstractmethod
+    def pick(self, steps: Sequence[float], usable: Sequence[int], compute: float) -> int:
+        """
+        Args:
+            steps: seconds of a step with each strength, light to strong.
+            usable: those to choose from.
+            compute: seconds of a step that did not communicate.
+        """
+
+
+@dataclass(frozen=True)
+class _Hidden(_Rule):
+    """The lightest with which a step is at most `target` longer than its computing."""
+
+    target: float
+
+    def pick(self, steps: Sequence[float], usable: Sequence[int], compute: float) -> int:
+        fitting = [i for i in usable if steps[i] <= (1 + self.target) * compute]
+        least = min(steps[i] for i in usable)
+        return fitting[0] if fitting else next(i for i in usable if steps[i] <= NEARLY * least)
+
+
+@dataclass(frozen=True)
+class _Fastest(_Rule):
+    """The fastest; of those that are at most `gain` slower, the lightest."""
+
+    gain: float
+
+    def pick(self, steps: Sequence[float], usable: Sequence[int], compute: float) -> int:
+        least = min(steps[i] for i in usable)
+        return next(i for i in usable if steps[i] <= (1 + self.gain) * least)
 
 
 @dataclass(frozen=True)
 class Bandwidth(Policy):
     """As strong as needed for communication to hide behind the computation.
 
-    Every step the ranks compare what they measured: seconds and bytes of the real exchanges, and
-    how long computing took. From these follows what each strength of the compressor would take; the
-    lightest one is used that would add at most `target` of the computing time. On a fast link that
-    is none at all. It gets stronger at once, and lighter when that has seemed to fit for three
-    steps. Small messages say little about a link, so every eight steps it tries the next lighter
-    strength for two, less often where that was expensive.
+    The ranks time the link, and compare how long their steps take. From a table of codecs and these
+    numbers follows what a step would take with each strength of the compressor; the lightest one is
+    used that would make it at most `target` longer than its computing. On a fast link that is none
+    at all. What is measured then replaces what was forecast, and corrects the forecasts of the
+    others.
 
     Args:
         then: the strongest compressor allowed; lighter versions of it come before it.
@@ -73,7 +128,8 @@ class Bandwidth(Policy):
         return self.then
 
     def begin(self, context: PolicyContext) -> Chooser:
-        return _Following(self.target, _rungs_of(self.then), context)
+        rule = _Hidden(self.target)
+        return _Following(rule, _rungs_of(self.then), context, Conditions(context))
 
 
 def _rungs_of(strongest: Compressor) -> tuple[Rung, ...]:
@@ -81,10 +137,17 @@ def _rungs_of(strongest: Compressor) -> tuple[Rung, ...]:
 
 
 class _Following(Chooser):
-    """Goes up and down a ladder, as the network asks for it.
+    """Goes up and down a ladder, by forecast and by what was measured.
+
+    A step with each strength is forecast. What was measured of a strength takes the place of its
+    forecast, and by how much the two differ corrects the forecasts of the strengths next to it.
+    The rule picks from these; what it wants without knowing it is tried for some steps. When the
+    link has changed, what was measured is forgotten.
 
     Args:
+        rule: which strength is wanted.
         rungs: light to strong, the first of them uncompressed.
+        conditions: what is known of link and machine, perhaps also by others.
         thinned: leave out those that the collective does not carry, or that are no smaller than the
             one before. They keep their place, so that a state fits any number of ranks.
     """
@@ -92,11 +155,15 @@ class _Following(Chooser):
     num_reports = _FIELDS
 
     def __init__(
-        self, target: float, rungs: Sequence[Rung], context: PolicyContext, thinned: bool = False
+        self,
+        rule: _Rule,
+        rungs: Sequence[Rung],
+        context: PolicyContext,
+        conditions: Conditions,
+        thinned: bool = False,
     ) -> None:
-        self._target = target
+        self._rule, self._rungs, self._conditions = rule, rungs, conditions
         self._journal = context.journal
-        self._rungs = rungs
         self._bytes = [rung.num_bytes(context) for rung in rungs]
         self._usable = list(range(len(rungs)))
         if thinned:
@@ -105,27 +172,33 @@ class _Following(Chooser):
                 smaller = SMALLER * self._bytes[i] <= self._bytes[self._usable[-1]]
                 if smaller and rungs[i].suits(context):
                     self._usable.append(i)
+        self._forecast = Forecast(rungs, context)
         self._held = False
-        self._rung = 0
-        self._seen = 0  # steps
-        self._steady = 0  # steps with this rung
-        self._lighter = 0  # steps in a row in which a lighter rung seemed to fit
-        self._since = 1
+        self._rung, self._since = 0, 1
+        self._from = -1  # the rung to go back to, while another one is tried
+        self._wanted = 0  # reports in a row that wanted another one
         self._wait = LOOK
-        self._from = -1  # the rung to go back to, while a lighter one is tried
-        count = len(self._rungs)
-        self._sizes = [0.0] * count  # bytes per step with each rung, 0 where nothing is known
-        self._times = [0.0] * count  # its seconds on the network
-        self._known = [0] * count  # the step of the last look
-        self._shortest = 0.0  # seconds on the network, of all steps
-        self._odd = 0  # steps in a row that were a surprise
-        self._codec = [0.0] * count  # seconds, the least of the last ones
-        self._last = (0.0, 0.0, 0.0)  # of a step: computing, window, waiting
+        self._odd = 0  # reports in a row that were a surprise
+        self._network = 0.0  # seconds on it with this rung
+        self._recent = [0.0] * KEPT  # seconds of the last steps with this rung, 0 for none
+        self._times = [0.0] * len(rungs)  # of a step with each rung, 0 where nothing is known
+        self._known = [0] * len(rungs)  # the step of the last look
+        self._looks = [1, *[0] * (len(rungs) - 1)]  # how often it came to be used
+        self._before = 0.0  # seconds of a step with this rung, when it was used before
+        self._promised = 0.0  # the same, as it was expected
+        self._anew = True  # nothing is settled: strengths may be tried one after the other
+        self._version, self._link_version = -1, 0  # of the conditions of what was forecast
+        self._forecasts: list[float] = []
 
     @property
     def rung(self) -> Rung:
         """In use."""
         return self._rungs[self._rung]
+
+    @property
+    def _unseen(self) -> int:
+        """Steps with this rung that are not looked at."""
+        return UNSEEN if self._rung else UNSEEN_PLAIN
 
     @property
     def ladder(self) -> list[Rung]:
@@ -135,169 +208,258 @@ class _Following(Chooser):
     def choose(self, tensor: TensorInfo, step: int) -> Choice:
         return self.rung.choose(tensor)
 
+    def due(self, step: int) -> bool:
+        judging = step - self._since <= TRIAL + UNSEEN_PLAIN or self._from >= 0 or bool(self._odd)
+        return judging or self._conditions.due(step) or self.probes(step) > 0
+
+    def probes(self, step: int) -> int:
+        return self._conditions.probes(step)
+
     def report(self, measured: Measured) -> list[float]:
-        return list(measured)
+        return [*measured, self._forecast.speed]
 
     def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
-        self._seen += 1
-        self._steady += 1
-        told = [Measured(*row) for row in rows]
-        if self._seen <= FIRST or self._steady == 1:
-            return  # kernels are compiled, buffers made
+        self.learn_conditions(step, rows)
+        self.follow(step, [Measured(*row[:-1]) for row in rows])
+
+    def learn_conditions(self, step: int, rows: Sequence[Sequence[float]]) -> None:
+        """What the ranks say of link and machine, this rung being in use."""
+        told = [Measured(*row[:-1]) for row in rows]
+        conditions = self._conditions
+        conditions.learn_speed(max(row[-1] for row in rows))
+        uncompressed = self.rung.compressor is None
+        looks = conditions.ready and not uncompressed and step > self._since
+        expected = self._forecast.codec_seconds(self._rung, conditions) if looks else 0.0
+        if conditions.probes(step):
+            conditions.note_probe(step)
+        conditions.learn(told, uncompressed, expected)
+
+    def follow(self, step: int, told: Sequence[Measured]) -> None:
+        """What the ranks say of a step with this rung."""
+        if self._conditions.seen <= FIRST or step < self._since + self._unseen:
+            return
         # Who arrives last in an exchange waits least: that is what the network itself takes.
         network = min(one.network for one in told)
         if not network:
             return  # a group of one
-        num_bytes = sum(one.num_bytes for one in told) / len(told)
-        computing = median(max(0.0, one.step - one.waiting) for one in told)
-        window = min(one.window for one in told)
-        waiting = median(one.waiting for one in told)
-        if self._last[0]:
-            computing = 0.5 * (computing + self._last[0])
-            window = 0.5 * (window + self._last[1])
-        self._last = (computing, window, waiting)
-        codec = max(one.codec for one in told)
-        known = self._codec[self._rung]
-        self._codec[self._rung] = codec if not known else min(codec, 1.2 * known)
-        self._learn_link(step, num_bytes, network)
-        if not self._held:
-            self._decide(step, num_bytes)
+        took = median(one.step for one in told)
+        if self._surprised(network, took):
+            return
+        if self._conditions.ready:
+            self._forecast_anew()
+        self._note(step, took)
+        if self._conditions.ready and not self._held:
+            self._decide(step)
 
     def hold(self, held: bool) -> None:
         self._held = held
 
-    def _learn_link(self, step: int, num_bytes: float, seconds: float) -> None:
-        """Note what this rung takes; what others took counts as long as the link is the same."""
-        self._shortest = min(self._shortest or seconds, seconds)
-        now, before = self._rung, self._times[self._rung]
-        odd = before and not before / SURPRISE <= seconds <= before * SURPRISE
-        self._odd = self._odd + 1 if odd else 0
-        if odd and self._odd < 2:
-            return  # once is chance
-        self._wait = LOOK if odd else self._wait
-        for i, known in enumerate(self._known):
-            if i == now or odd or step - known > OLD:
-                self._sizes[i] = self._times[i] = 0.0
-        smooth = 0.0 if odd or not before else 0.5
-        self._sizes[now] = num_bytes
-        self._times[now] = smooth * before + (1 - smooth) * seconds
-        self._known[now] = step
+    def _surprised(self, network: float, took: float) -> bool:
+        """Whether this step is to be left out: the link has perhaps changed."""
+        before = self._network
+        odd = bool(before) and not before / SURPRISE <= network <= before * SURPRISE
+        odd = odd and abs(network - before) > NOTICEABLE * took
+        odd = odd or (any(self._recent) and took > SURPRISE * self._times[self._rung])
+        if not odd:
+            self._odd = 0
+            self._network = 0.5 * (before + network) if before else network
+            return False
+        self._odd += 1
+        if self._odd < 2:
+            return True  # once is chance
+        self._odd, self._network = 0, network
+        self._recent, self._before = [0.0] * KEPT, 0.0
+        self._conditions.asked = True
+        self._wait, self._wanted = 0, PATIENCE  # what is known to be better need not wait
+        return False
 
-    def _seconds(self, num_bytes: float) -> float:
-        """What the network is expected to take for so many bytes: a start, and a rate.
+    def _note(self, step: int, took: float) -> None:
+        """What was measured of the strength in use."""
+        self._recent = [*self._recent[1:], took]
+        seen = [each for each in self._recent if each]
+        now = median(seen)
+        if self._before and len(seen) < KEPT:
+            now = 0.5 * (self._before + now)
+        self._times[self._rung], self._known[self._rung] = now, step
 
-        As long as messages of one size are known, half of the shortest time ever seen counts as the
-        start: a guess that moves will correct.
-        """
-        link = [(s, t) for s, t in zip(self._sizes, self._times, strict=True) if t]
-        size = sum(s for s, _ in link) / len(link)
-        time = sum(t for _, t in link) / len(link)
-        if len(link) == 1:
-            start = min(0.5 * self._shortest, time)
-            return start + (time - start) * num_bytes / max(size, 1.0)
-        spread = sum((s - size) ** 2 for s, _ in link)
-        slope = sum((s - size) * (t - time) for s, t in link) / max(spread, 1.0)
-        slope = min(max(slope, 0.0), time / max(size, 1.0))
-        return max(0.0, time - slope * size) + slope * num_bytes
-
-    def _costs(self, num_bytes: float) -> list[float]:
-        """Seconds of communication for each rung."""
-        rest = max(0.0, num_bytes - self._bytes[self._rung])  # what is uncompressed anyway
-        usual = max((seconds for seconds in self._codec[1:] if seconds), default=0.0)
-        return [
-            (self._times[i] or self._seconds(size + rest))
-            + (self._codec[i] or (usual if i else 0.0))
-            if i in self._usable
-            else math.inf
-            for i, size in enumerate(self._bytes)
-        ]
-
-    def _decide(self, step: int, num_bytes: float) -> None:
-        if self._steady < STEADY:
+    def _forecast_anew(self) -> None:
+        """If something has changed; when the link has, what was measured is no more."""
+        conditions = self._conditions
+        if self._version == conditions.version:
             return
-        costs, now = self._costs(num_bytes), self._rung
-        computing, window, _ = self._last
-        allowed = window + self._target * computing
-        fitting = [i for i, cost in enumerate(costs) if cost <= allowed]
-        fitting = fitting or [i for i, cost in enumerate(costs) if cost <= NEARLY * min(costs)]
-        back, self._from = self._from, -1
-        self._lighter = self._lighter + 1 if fitting[0] < now else 0
-        if back >= 0 and costs[now] > max(allowed, NEARLY * costs[back]):
-            dear = costs[now] > 2 * costs[back]
-            self._wait = min(2 * self._wait, RARELY) if dear else LOOK
-            self._move(step, back, costs, allowed, "not yet")
-        elif now not in fitting or self._lighter >= PATIENCE:
-            self._move(step, fitting[0], costs, allowed)
-        elif now and (back >= 0 or step - self._since >= self._wait):
-            self._move(step, self._at_most(now - 1), costs, allowed, "a try")
-            self._from = now
+        self._version = conditions.version
+        self._forecasts = self._all_forecasts()
+        if self._link_version != conditions.link_version:
+            self._link_version = conditions.link_version
+            self._forget()
+
+    def _forget(self) -> None:
+        n = len(self._rungs)
+        self._times, self._known, self._looks = [0.0] * n, [0] * n, [0] * n
+        self._recent, self._before, self._network = [0.0] * KEPT, 0.0, 0.0
+        self._looks[self._rung], self._wait, self._from, self._anew = 1, LOOK, -1, True
+
+    def _all_forecasts(self) -> list[float]:
+        indices = range(len(self._rungs))
+        return [self._forecast.step(i, self._conditions).seconds for i in indices]
+
+    def _expected(self) -> list[float]:
+        """Seconds of a step with each rung: measured, or forecast as the nearest measured one says.
+
+        Of compressed ones that is a compressed one, if there is any.
+        """
+        times, forecasts = self._times, self._forecasts
+        known = [i for i in self._usable if times[i]]
+        found = []
+        for i, forecast in enumerate(forecasts):
+            near = [j for j in known if (j > 0) == (i > 0)] or known
+            if not times[i] and near:
+                j = min(near, key=lambda j: abs(j - i))
+                forecast *= times[j] / forecasts[j]
+            found.append(times[i] or forecast)
+        return found
+
+    def _believed(self, step: int, tries: bool) -> list[float]:
+        """The same, with the benefit of the doubt for what is worth a try; infinity if nothing is,
+        for what was never measured."""
+        found = self._expected()
+        compressed = [i for i in self._usable if i and self._times[i]]
+        wrong = any(
+            not 1 / TRUSTED <= self._times[i] / self._forecasts[i] <= TRUSTED for i in compressed
+        )
+        for i in range(len(found)):
+            if not self._times[i]:
+                doubt = DOUBT if not compressed else AGAIN if wrong or not i else -NOISE
+                found[i] = found[i] * (1 - doubt) if tries else math.inf
+            elif tries and self._is_old(i, step):
+                found[i] *= 1 - DOUBTFUL / self._looks[i]
+            elif i != self._rung:
+                found[i] *= 1 + STAY
+        return found
+
+    def _is_old(self, rung: int, step: int) -> bool:
+        after = min(RARELY, LOOK << max(0, self._looks[rung] - 1))
+        return rung != self._rung and step - self._known[rung] > after
+
+    def _decide(self, step: int) -> None:
+        now, back = self._rung, self._from
+        dear = back >= 0 and self._times[now] > DEAR * self._times[back]
+        stay = step - self._since + 1
+        looked_at = sum(1 for each in self._recent if each)
+        if (stay < TRIAL + self._unseen - UNSEEN or looked_at < ENOUGH) and not dear:
+            return
+        self._from = -1
+        if back >= 0 and self._times[now] > MISJUDGED * self._promised:
+            self._conditions.asked = True
+        expected = self._expected()
+        tries = self._anew or back < 0
+        wanted = self._rule.pick(
+            self._believed(step, tries), self._usable, self._conditions.compute
+        )
+        close = 0 < self._times[0] < CLOSE * self._times[now]
+        if wanted == now and now and self._anew and close and self._looks[0] == 1:
+            self._move(step, 0, expected, "once more", again=True)
+        elif wanted == now:
+            self._wanted, self._anew, self._wait = 0, False, self._wait or LOOK
+        elif back >= 0 or self._anew:
+            self._move(step, wanted, expected, "no faster" if wanted == back else "")
+        else:
+            self._wanted += 1
+            risk = TRIAL * max(0.0, expected[wanted] - expected[now])
+            affordable = risk <= LOST * stay * expected[now]
+            rested = stay >= self._wait or expected[now] > CLEAR * expected[wanted]
+            if self._wanted >= PATIENCE and rested and affordable:
+                self._move(step, wanted, expected, "")
 
     def _at_most(self, rung: int) -> int:
         """This rung, or the strongest usable one that is lighter."""
         return max(i for i in self._usable if i <= rung)
 
     def _move(
-        self, step: int, rung: int, costs: list[float], allowed: float, word: str = ""
+        self, step: int, rung: int, expected: list[float], word: str, again: bool = False
     ) -> None:
-        why = f"{word}: " if word else ""
+        """
+        Args:
+            again: what was measured before does not count.
+        """
+        before = self._rung
+        known = bool(self._times[rung]) and not self._is_old(rung, step) and not again
+        why = "" if known else "a try: "
+        why = f"{word}: " if word else why
         why += (
-            f"communication would take {1e3 * costs[self._rung]:.0f} ms, now "
-            f"{1e3 * costs[rung]:.0f} ms; {1e3 * allowed:.0f} ms are hidden or allowed"
+            f"steps take {1e3 * expected[before]:.0f} ms with {self._rungs[before]}, and "
+            f"{1e3 * expected[rung]:.0f} ms {'measured' if self._times[rung] else 'forecast'} now"
         )
-        self._rung = rung
+        if known:  # the first choice is over, and where the best is not clear moves get rare
+            self._anew = False
+            self._wait = min(2 * max(self._wait, LOOK // 2), RARELY)
+        self._rung, self._promised = rung, expected[rung]
         self.begin_at(step + 1, why)
+        self._from = -1 if known else before
+        self._before = 0.0 if again else self._before
 
     def begin_at(self, step: int, why: str) -> None:
         """Tensors are sent with this rung from a step on."""
-        self._steady, self._lighter, self._since, self._from = 0, 0, step, -1
+        self._since, self._from, self._wanted, self._odd = step, -1, 0, 0
+        self._network, self._recent = 0.0, [0.0] * KEPT
+        self._before = self._times[self._rung]
+        self._looks[self._rung] += 1
         self._journal.note(step, "all", str(self.rung), why)
 
     def explain(self) -> list[str]:
-        computing, window, waiting = self._last
+        here = self._conditions
         words = f"with {self.rung}" if self._rung else f"{self.rung}"
-        lines = [f"Since step {self._since} tensors are sent {words}, as the network asks for it."]
-        size, seconds = self._sizes[self._rung], self._times[self._rung]
-        if seconds:
-            rate = 8e-6 * size / seconds
-            lines.append(
-                f"A step computes for {1e3 * computing:.0f} ms, of which {1e3 * window:.0f} ms can "
-                f"hide communication, and waits {1e3 * waiting:.0f} ms for it; its exchanges move "
-                f"{size / 1e6:.3g} MB in {1e3 * seconds:.0f} ms ({rate:.3g} Mbit/s)."
-            )
-            costs = self._costs(size)
-            last = self._usable[-1]
-            lines.append(
-                f"Communication is thought to take {1e3 * costs[0]:.0f} ms uncompressed, "
-                f"{1e3 * costs[last]:.0f} ms with {self._rungs[last]}."
-            )
+        lines = [f"Since step {self._since} tensors are sent {words}."]
+        if not here.ready:
+            return lines
+        lines += [
+            f"Ranks hear from each other in {1e3 * here.report:.3g} ms, and the link of each "
+            f"moves {8e-6 * here.rate:.3g} Mbit/s. A step computes for {1e3 * here.compute:.0f} "
+            f"ms, of which {1e3 * here.window:.0f} ms can hide communication, and waits "
+            f"{1e3 * here.waiting:.0f} ms for it.",
+            "A step, forecast from that and measured:",
+        ]
+        names = [str(rung) for rung in self._rungs]
+        width = max(len(names[i]) for i in self._usable)
+        forecasts = self._all_forecasts()
+        for i in self._usable:
+            took = f"{1e3 * self._times[i]:7.0f} ms" if self._times[i] else "         -"
+            mark = "  <- in use" if i == self._rung else ""
+            line = f"  {names[i]:{width}} {1e3 * forecasts[i]:7.0f} ms {took}{mark}"
+            lines.append(line)
         return lines
 
     def state(self) -> list[float]:
-        counts = [self._rung, self._steady, self._lighter, self._odd, self._since]
-        counts += [self._from, self._wait]
-        link = (*self._sizes, *self._times, *self._known, *self._codec)
-        return [*map(float, counts), *self._last, self._shortest, *link]
+        counts = [self._rung, self._since, self._from, self._wanted, self._wait, self._odd]
+        numbers = [*counts, self._anew, *self._known, *self._looks]
+        seconds = [self._network, self._before, self._promised, *self._recent, *self._times]
+        return [*map(float, numbers), *seconds, *self._conditions.state()]
 
     def load(self, state: Sequence[float]) -> None:
-        counts = [int(number) for number in state[:7]]
-        self._rung, self._steady, self._lighter, self._odd, self._since = counts[:5]
-        self._from, self._wait = counts[5:]
+        n = len(self._rungs)
+        counts = [int(number) for number in state[: 7 + 2 * n]]
+        self._rung, self._since, self._from, self._wanted, self._wait, self._odd = counts[:6]
+        self._anew = bool(counts[6])
+        self._known, self._looks = counts[7 : 7 + n], counts[7 + n :]
         self._rung = self._at_most(self._rung)
         self._from = self._at_most(self._from) if self._from >= 0 else -1
-        self._seen = 0  # a new process makes its connections and kernels anew
-        self._last, self._shortest = (state[7], state[8], state[9]), state[10]
-        n = len(self._rungs)
-        parts = [list(state[11 + i * n : 11 + (i + 1) * n]) for i in range(4)]
-        self._sizes, self._times, self._codec = parts[0], parts[1], parts[3]
-        self._known = [int(step) for step in parts[2]]
+        rest = list(state[7 + 2 * n :])
+        self._network, self._before, self._promised = rest[:3]
+        self._recent, self._times = rest[3 : 3 + KEPT], rest[3 + KEPT : 3 + KEPT + n]
+        self._version, self._link_version = -1, self._conditions.link_version
+        if not self._conditions.load(rest[3 + KEPT + n :]):
+            self._forget()  # what other ranks have measured says nothing here
 
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """No compression where the network is fast; as much as it needs where it is not.
+    """The fastest step on this network: uncompressed where it is fast, as much as pays where not.
 
-    Small tensors are always uncompressed. So is everything in a short warm-up. Then `Bandwidth`
-    chooses, with what is left out remembered. How far it goes depends on the optimizer:
+    Small tensors are always uncompressed. So is everything in a short warm-up, in which the ranks
+    time the link and their steps. From that and a table of codecs a step is forecast with each
+    strength, and the fastest one is used, with what is left out remembered; of those that are about
+    as fast, the lightest. What is measured corrects the forecasts. How far it goes depends on the
+    optimizer:
 
     - like Adam, or unknown: 16 bits, 8, 4, then a low rank (PowerSGD) of the matrices for which
       that is smaller. All of these send every element in every step. What arrives in bursts would
@@ -306,7 +468,7 @@ class Auto(Policy):
 
     Args:
         warmup: steps before the first compression.
-        target: how much longer than its computation a step may be, as a share of it.
+        gain: how much shorter a stronger compression must make a step to be used, as a share of it.
 
     Example:
         >>> import thinwire as tw
@@ -315,12 +477,12 @@ class Auto(Policy):
     """
 
     warmup: int = 5
-    target: float = 0.1
+    gain: float = 0.03
     name: ClassVar[str] = "auto"
 
     def __post_init__(self) -> None:
         check.steps("Auto", "warmup", self.warmup)
-        check.positive("Auto", "target", self.target)
+        check.positive("Auto", "gain", self.gain)
 
     @property
     def main(self) -> Compressor:
@@ -331,7 +493,7 @@ class Auto(Policy):
         return STEADY_KINDS
 
     def begin(self, context: PolicyContext) -> Chooser:
-        ladders = _Ladders(self.target, context)
+        ladders = _Ladders(_Fastest(self.gain), context)
         return _Explained(WarmingUp(ladders, self.warmup, context.journal), ladders)
 
 
@@ -344,10 +506,11 @@ class _Ladders(Chooser):
 
     num_reports = 1 + _FIELDS
 
-    def __init__(self, target: float, context: PolicyContext) -> None:
-        self._journal = context.journal
-        self._sparse = _Following(target, _rungs_of(STRONGEST), context)
-        self._steady = _Following(target, steady_ladder(context), context, thinned=True)
+    def __init__(self, rule: _Rule, context: PolicyContext) -> None:
+        conditions = Conditions(context)
+        self._sparse = _Following(rule, _rungs_of(STRONGEST), context, conditions)
+        steady = steady_ladder(context)
+        self._steady = _Following(rule, steady, context, conditions, thinned=True)
         self._own = OptimizerKind.UNKNOWN  # as far as this rank knows
         self.kind = OptimizerKind.UNKNOWN  # as far as all ranks have heard
         self._held = False
@@ -360,6 +523,12 @@ class _Ladders(Chooser):
     def choose(self, tensor: TensorInfo, step: int) -> Choice:
         return self.used.choose(tensor, step)
 
+    def due(self, step: int) -> bool:
+        return self.kind == OptimizerKind.UNKNOWN or self.used.due(step)
+
+    def probes(self, step: int) -> int:
+        return self.used.probes(step)
+
     def note_optimizer(self, kind: OptimizerKind) -> None:
         self._own = kind
 
@@ -369,12 +538,14 @@ class _Ladders(Chooser):
     def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
         before = self.used
         compressed = before.rung.compressor is not None
+        before.learn_conditions(step, [row[1:] for row in rows])
+        told = [Measured(*row[1:-1]) for row in rows]
         self.kind = OptimizerKind(int(max(row[0] for row in rows))) or self.kind
         for ladder in (self._sparse, self._steady):
             ladder.hold(self._held or ladder is not self.used)
             # What was sent uncompressed says as much about the link to the other ladder.
             if ladder is before or not (compressed or ladder.rung.compressor is not None):
-                ladder.learn(step, [row[1:] for row in rows])
+                ladder.follow(step, told)
         if self.used is not before and compressed:
             self.used.begin_at(step + 1, "the optimizer became known")
 
@@ -412,8 +583,8 @@ class _Explained(Around):
             "gradients are used",
         }[self._ladders.kind]
         return [
-            "Automatic: compression is switched on where the network is what a step waits for, "
-            f"up to {ladder[-1]}, and off where it is not.",
+            "Automatic: the fastest step counts. Compression is switched on where it pays, "
+            f"up to {ladder[-1]}, and off where it does not.",
             f"Its strengths are {rungs}: {why}.",
             *super().explain(),
         ]

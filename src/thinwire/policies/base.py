@@ -6,7 +6,7 @@ nothing else can differ between ranks, so its choices cannot.
 
     choose(tensor, step)       before a step, for each tensor
     watch(tensor, step, x, r)  in steps that it wants to see, what a tensor is about to send
-    report(measured)           after a step: numbers of this rank, always as many
+    report(measured)           after a step that is due: numbers of this rank, always as many
     learn(step, rows)          before the next step: those of all ranks
 """
 
@@ -59,6 +59,10 @@ class Measured(NamedTuple):
     network: float  # of the thread that exchanges, waiting for other ranks included
     codec: float  # encoding and decoding
     num_bytes: float  # sent
+    exchanges: float = 1.0  # how many
+    probed: float = 0.0  # bytes of the last probe of the link, if one has ended since; see `probes`
+    meeting: float = 0.0  # its seconds for ranks to hear from each other
+    moving: float = 0.0  # its seconds to sum those bytes
 
 
 class OptimizerKind(IntEnum):
@@ -170,6 +174,11 @@ class Chooser(ABC):
         """Whether ranks tell each other their numbers after this step."""
         return self.num_reports > 0
 
+    def probes(self, step: int) -> int:
+        """Bytes to time the link with after this step, which must be due; 0 for not at all. What
+        comes of it is measured with the next step."""
+        return 0
+
     def watches(self, step: int) -> bool:
         """Whether it wants to see tensors in this step."""
         return False
@@ -221,6 +230,9 @@ class Around(Chooser):
 
     def due(self, step: int) -> bool:
         return self.inner.due(step)
+
+    def probes(self, step: int) -> int:
+        return self.inner.probes(step)
 
     def watches(self, step: int) -> bool:
         return self.inner.watches(step)
@@ -274,6 +286,9 @@ class Shared(Chooser):
 
     def due(self, step: int) -> bool:
         return any(chooser.due(step) for chooser in self._all)
+
+    def probes(self, step: int) -> int:
+        return max((chooser.probes(step) for chooser in self._all), default=0)
 
     def watches(self, step: int) -> bool:
         return any(chooser.watches(step) for chooser in self._all)

@@ -16,8 +16,8 @@ from thinwire.collectives import choose, costs, message, transport
 from thinwire.compressors import JointCompressor, PowerSGD
 from thinwire.parallel import plan as buckets
 from thinwire.plan import predict, sizes
-from thinwire.plan.codecs import CodecTable
 from thinwire.plan.predict import PlannedMethod, Setting
+from thinwire.policies.codecs import CodecTable
 from thinwire.report.figure import COLORS
 from thinwire.report.template import environment
 

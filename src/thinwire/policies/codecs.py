@@ -6,6 +6,7 @@ that was measured here takes their place.
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -26,6 +27,7 @@ from thinwire.policies.ladder import knob
 
 SCHEMA = "thinwire.codecs/1"
 FILE = "codecs.json"  # in the cache directory of the user
+WIDTH = 4  # bytes of a gradient: float32, whatever parameters are trained in
 SAMPLE = 1 << 20  # elements: headers do not show in larger ones
 # Seconds of Python around an exchange on a core of its own: hook, plan, units, feedback, threads.
 # tw.Reducer.average of 40 kB between 2, 4 and 8 ranks on two cores takes 2.2, 6.2 and 14.8 ms, of
@@ -132,21 +134,33 @@ class CodecTable:
         """The costs of a compressor; None for uncompressed.
 
         Args:
-            sent: bytes per element that a joint compressor sends, which depends on shapes.
+            sent: bytes of a message per element, where that is known; what a joint compressor
+                sends depends on shapes.
             first: the share of its first sum in that.
         """
         if compressor is None:
             compressor = compressor_of("none")
         spec, row = self.row_of(compressor)
         frame = row.frame
-        if isinstance(compressor, JointCompressor):
-            if sent is None:
-                raise ValueError(f"{compressor}: what it sends depends on the shapes of tensors")
+        if sent is not None:
             frame = sent
+        elif isinstance(compressor, JointCompressor):
+            raise ValueError(f"{compressor}: what it sends depends on the shapes of tensors")
         elif spec != str(compressor):
             frame = frame_of(compressor)
         codec = (row.call, row.encode, row.decode, row.add)
-        return Coding(_kind(compressor), frame, *codec, self.exchange, first)
+        return Coding(kind_of(compressor), frame, *codec, self.exchange, first)
+
+    def joint_coding(self, compressor: JointCompressor, shapes: Sequence[torch.Size]) -> Coding:
+        """The costs of a joint compressor for tensors of float32 with these shapes."""
+        sent = first = 0.0
+        for shape in shapes:
+            values, seen = compressor.sent(shape), compressor.matrix(shape)
+            sent += values
+            # Uncompressed ones go with the first sum, and of factors the one with the rows.
+            first += values if seen is None else values * seen[0] / sum(seen)
+        numel = sum(shape.numel() for shape in shapes)
+        return self.coding(compressor, WIDTH * sent / numel, first / sent)
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
@@ -160,7 +174,8 @@ def frame_of(compressor: Compressor) -> float:
     return payload.num_bytes / SAMPLE
 
 
-def _kind(compressor: Compressor) -> str:
+def kind_of(compressor: Compressor) -> str:
+    """That of `Coding`."""
     if isinstance(compressor, JointCompressor):
         return "joint"
     if compressor.summable:
@@ -205,7 +220,9 @@ def _positive(value: Any) -> float:
 
 def shipped() -> dict[str, CodecTable]:
     """The tables of the package, by name."""
-    text = resources.files("thinwire.plan").joinpath("machines.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("thinwire.policies").joinpath("machines.json").read_text(encoding="utf-8")
+    )
     tables = [table_from(each) for each in json.loads(text)]
     return {table.name: table for table in tables}
 

@@ -1,0 +1,131 @@
+"""Steps as ranks would measure them, over a link of which only its rate and start are made up.
+
+Nothing is measured: all seconds are those of a made-up clock.
+"""
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.policies import (
+    Journal,
+    Measured,
+    OptimizerKind,
+    PolicyContext,
+    TensorInfo,
+    policy_of,
+)
+from thinwire.policies.base import Choice
+from thinwire.policies.ladder import bytes_of
+
+
+def context(*shapes: tuple[int, ...], size: int = 4, feedback: bool = True) -> PolicyContext:
+    shapes = shapes or ((800, 500),)
+    tensors = [TensorInfo(f"t{i}", torch.Size(shape)) for i, shape in enumerate(shapes)]
+    return PolicyContext(tensors, size, feedback, Journal())
+
+
+class SimulatedLink:
+    """A policy on each rank, and what they measure.
+
+    Args:
+        kinds: of the optimizer, as far as each rank knows.
+        compute: seconds of a step; the second half of it can hide communication.
+        codec: seconds of a compressed step.
+        noise: each time is up to so much longer.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        where: PolicyContext | None = None,
+        *,
+        seed: int = 0,
+        kinds: Sequence[OptimizerKind] = (OptimizerKind.OTHER,),
+        compute: float = 0.1,
+        codec: float = 0.004,
+        noise: float = 0.2,
+    ) -> None:
+        self.where = where or context()
+        own = [self.where, *(self.where._replace(journal=Journal()) for _ in range(3))]
+        self.choosers = [policy_of(spec).begin(each) for each in own]
+        self.kinds, self.compute, self.codec, self.noise = kinds, compute, codec, noise
+        self.draw = random.Random(seed)
+        self.step, self.seconds, self.overhead = 0, 0.0, 0.0
+        self.reports = self.probes = 0
+        self._probe = 0
+
+    @property
+    def chooser(self):
+        return self.choosers[0]
+
+    def load(self, state: Sequence[float]) -> None:
+        for chooser in self.choosers:
+            chooser.load(state)
+
+    def _noisy(self, value: float) -> float:
+        return value * (1 + self.noise * self.draw.random())
+
+    def num_bytes(self, choices: Sequence[Choice]) -> float:
+        pairs = zip(self.where.tensors, choices, strict=True)
+        return sum(bytes_of(choice, [tensor], self.where.size, True) for tensor, choice in pairs)
+
+    def seconds_with(self, choices: Sequence[Choice], rate: float, start: float = 0.003) -> float:
+        """What a step takes, without noise."""
+        codec = self.codec if any(choice is not None for choice in choices) else 0.0
+        talking = start + 8 * self.num_bytes(choices) / rate + codec
+        return self.compute + max(0.0, talking - self.compute / 2)
+
+    def go(self, rate: float, slow: float = 0.0, start: float = 0.003) -> str:
+        """One step at so many bits per second; what the first tensor was sent with.
+
+        Args:
+            slow: seconds by which one rank is late.
+            start: seconds that any exchange takes.
+        """
+        self.step += 1
+        step = self.step
+        all_choices = [
+            [chooser.choose(tensor, step) for tensor in self.where.tensors]
+            for chooser in self.choosers
+        ]
+        self.sent = choices = all_choices[0]
+        assert all(each == choices for each in all_choices), "ranks differ in what they choose"
+        dues = {(chooser.due(step), chooser.probes(step)) for chooser in self.choosers}
+        assert len(dues) == 1, "ranks differ in what they ask for"
+        ((due, probe),) = dues
+        assert due or not probe
+        compressed = any(choice is not None for choice in choices)
+        told, longest = [], 0.0
+        for rank in range(4):
+            network = self._noisy(start + 8 * self.num_bytes(choices) / rate)
+            network += slow if rank else 0.0
+            codec = self._noisy(self.codec if compressed else 0.0005)
+            waiting = max(0.0, network + codec - self.compute / 2)
+            took = self._noisy(self.compute) + waiting
+            measured = Measured(
+                took, self.compute / 2, waiting, network, codec, self.num_bytes(choices), 2.0
+            )
+            if self._probe:
+                measured = measured._replace(
+                    probed=float(self._probe),
+                    meeting=self._noisy(start),
+                    moving=self._noisy(start + 8 * 1.5 * self._probe / rate),
+                )
+            told.append(measured)
+            longest = max(longest, took)
+        self.seconds += longest
+        if due:
+            rows = []
+            for i, (chooser, measured) in enumerate(zip(self.choosers, told, strict=True)):
+                chooser.note_optimizer(self.kinds[i % len(self.kinds)])
+                rows.append(chooser.report(measured))
+            for chooser in self.choosers:
+                chooser.learn(step, rows)
+            self.reports += 1
+            self.probes += bool(probe)
+            self.overhead += start
+            self.overhead += 4 * start + 3 * (start + 8 * 1.5 * probe / rate) if probe else 0.0
+            self._probe = probe
+        return str(choices[0])
