@@ -19,7 +19,7 @@ from thinwire.compare.document import Document, StepSplit, SweepEntry
 from thinwire.errors import MissingExtraError
 from thinwire.report.charts import _prefix, where_it_pays
 from thinwire.report.curves import POINTS, Curve, thin, trailing_mean
-from thinwire.report.demo_page import Part, write_demo
+from thinwire.report.demo_page import DemoPart, write_demo
 from thinwire.report.figure import new_figure
 from thinwire.report.page import SECTIONS, draw
 from thinwire.report.picture import WIDTH, Picture, looks
@@ -474,7 +474,7 @@ def test_a_failure_is_shown_with_its_traceback() -> None:
 def test_the_page_of_the_demo(tmp_path: Path) -> None:
     document = small()
     document.verdict = "<won>"
-    parts = [Part(f"Model {n}", f"model{n}", document) for n in (1, 2)]
+    parts = [DemoPart(f"Model {n}", f"model{n}", document) for n in (1, 2)]
     page = write_demo(parts, tmp_path)
     assert page == tmp_path / "report.html"
     text = page.read_text(encoding="utf-8")
@@ -487,6 +487,6 @@ def test_the_page_of_the_demo(tmp_path: Path) -> None:
 
 def test_the_page_of_a_demo_in_which_all_failed(tmp_path: Path) -> None:
     lost, _ = odd_documents()["all failed"]
-    text = write_demo([Part("Model", "model", lost)], tmp_path).read_text(encoding="utf-8")
+    text = write_demo([DemoPart("Model", "model", lost)], tmp_path).read_text(encoding="utf-8")
     assert "<img" not in text
     assert 'class="failed"' in text

@@ -52,10 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     from thinwire.errors import MissingExtraError
     from thinwire.lab import LabError, parse_rate
     from thinwire.report import require_matplotlib
-    from thinwire.report.demo_page import Part, write_demo
+    from thinwire.report.demo_page import DemoPart, write_demo
 
     command = shlex.join(["thinwire", *arguments.argv])
-    parts: list[Part] = []
+    parts: list[DemoPart] = []
     codes: list[int] = []
     try:
         if not arguments.seconds > 0:
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             document, code = compare(settings, command)
             with patient():
                 show(document, arguments.out / name)
-            parts.append(Part(title, name, document))
+            parts.append(DemoPart(title, name, document))
             codes.append(code)
             if document.interrupted:
                 break

@@ -13,7 +13,7 @@ from thinwire.report.template import environment
 COLUMNS = (0, 1, 2, 3, 4, 6)  # of the table of results: what fits a phone
 
 
-class Part(NamedTuple):
+class DemoPart(NamedTuple):
     """A model that was trained: what it is, the folder of its report, and what came out."""
 
     title: str
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     document: Document
 
 
-class ShownPart(NamedTuple):
+class ShownDemo(NamedTuple):
     """The same as the page shows it."""
 
     title: str
@@ -35,14 +35,14 @@ class ShownPart(NamedTuple):
     report: str
 
 
-def write_demo(parts: list[Part], folder: Path) -> Path:
+def write_demo(parts: list[DemoPart], folder: Path) -> Path:
     """Write the page, self-contained but for the links to the reports beside it."""
     template = environment().get_template("demo.html.j2")
     html = template.render(title="thinwire demo", parts=[_shown(part) for part in parts])
     return put(folder / PAGE, html.encode())
 
 
-def _shown(part: Part) -> ShownPart:
+def _shown(part: DemoPart) -> ShownDemo:
     document = part.document
     picture = metric_seconds(document)
     if not isinstance(picture, Picture):
@@ -54,7 +54,7 @@ def _shown(part: Part) -> ShownPart:
         text = f"{picture.title}. {picture.text}"
     headings = headings_of(document.settings)
     rows = [row_of(method, document) for method in document.methods]
-    return ShownPart(
+    return ShownDemo(
         title=part.title,
         verdict=document.verdict,
         scope=scope_of(document),
