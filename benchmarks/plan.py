@@ -140,6 +140,7 @@ def medium() -> list[Cell]:
     """All that the full grid spans, along its edges."""
     return [
         *small(),
+        *besides(),
         *(Cell("images", 4, link) for link in ("30mbit", "300mbit")),
         *(Cell("images", 2, link) for link in ("10mbit", "1gbit")),
         *(Cell(workload, 6, "100mbit") for workload in ("images", "text")),
@@ -150,7 +151,6 @@ def medium() -> list[Cell]:
         Cell("images", 8, "100mbit", delay="15ms"),
         Cell("text", 4, "100mbit", racks=2, inter="10mbit"),
         Cell("images", 8, "1gbit", racks=2, inter="100mbit"),
-        *besides(),
     ]
 
 

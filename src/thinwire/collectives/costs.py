@@ -684,7 +684,7 @@ def gather_rows(network: Interconnect, coding: Coding, numel: float) -> Exchange
     p = network.ranks
     row = coding.frame * numel / p
     if coding.kind == "plain":
-        return _cost(0.0, 0.0, ring(network, p - 1, row), 0.0, 0.0)
+        return _cost(coding.exchange, 0.0, ring(network, p - 1, row), 0.0, 0.0)
     found = gather(network, row) if p > 1 else Moved()
     encode = coding.call + coding.encode * numel / p
     decode = coding.call + coding.decode * numel
@@ -695,7 +695,8 @@ def scatter_rows(network: Interconnect, coding: Coding, numel: float) -> Exchang
     """A reduce-scatter: each rank gets the sum of its row. gloo has none, and all-reduces."""
     p = network.ranks
     if coding.kind == "plain":
-        return _cost(0.0, 0.0, plain_sum(network, coding.frame * numel), 0.0, 0.0)
+        found = plain_sum(network, coding.frame * numel)
+        return _cost(coding.exchange, 0.0, found, 0.0, 0.0)
     slices, message = slices_of(coding, "swap", numel), coding.frame * numel
     if p == 1:
         found = Moved()
