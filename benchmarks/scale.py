@@ -26,7 +26,7 @@ from thinwire.collectives.costs import (
 from thinwire.formatting import show_bytes, show_seconds
 from thinwire.plan.codecs import shipped
 from thinwire.plan.simulate import World, make_world, simulate_step
-from thinwire.plan.sizes import UniformModel, layers_of
+from thinwire.plan.sizes import LayeredModel, UniformModel, layers_of
 
 LOCAL_STEPS = 100
 WAYS = (
@@ -169,22 +169,44 @@ def resnet18() -> list[tuple[str, tuple[int, ...]]]:
     return [*layers, ("last", (10, 512))]
 
 
+def lstm() -> list[tuple[str, tuple[int, ...]]]:
+    """Three layers of 650 on the words of WikiText-2: 28.9 M parameters."""
+    layers = [("words", (28869, 650))]
+    for number in range(3):
+        layers += [(f"{number}.inputs", (2600, 650)), (f"{number}.states", (2600, 650))]
+        layers += [(f"{number}.bias", (5200,))]
+    return [*layers, ("bias", (28869,))]
+
+
+# Seconds per batch (Vogels and others, 2019) as we remember them. That rank 2 takes 23 % less than
+# SGD on the one and rank 4 55 % less on the other, others who have read the paper note too.
+PAPER_POWERSGD = {
+    "ResNet-18": {"SGD": 0.312, "powersgd:1": 0.229, "powersgd:2": 0.239, "powersgd:4": 0.260},
+    "LSTM": {"SGD": 0.300, "powersgd:4": 0.134},
+}
+
+
 def powersgd() -> list[dict[str, Any]]:
-    """ResNet-18 on 8 hosts of 2 GPUs with 10 Gbit/s; computing as in the paper's rank 1."""
-    model, table, compute = layers_of(resnet18()), shipped()["gpu"], 0.215
+    """On 8 hosts of 2 GPUs with 10 Gbit/s; computing is set by the fastest of theirs."""
+    table, rows = shipped()["gpu"], []
     network = Interconnect(8, 1.25e9, 2, start=5e-5, peer=0.0, inside=5e9, trees=True)
-    paper = {"SGD": 0.312, "powersgd:1": 0.229, "powersgd:2": 0.239, "powersgd:4": 0.260}
-    rows = []
-    for name, theirs in paper.items():
-        due = (
-            model.plain()
-            if name == "SGD"
-            else model.compressed(tw.parse(name), table, network.ranks)
-        )
-        # They exchange when backward has ended.
-        due = [each._replace(ready=1.0) for each in due]
-        ours = overlapped_step(due, network, compute).seconds
-        rows.append({"method": name, "ours": ours, "paper": theirs})
+    models = {"ResNet-18": layers_of(resnet18()), "LSTM": layers_of(lstm())}
+    for title, paper in PAPER_POWERSGD.items():
+        model = models[title]
+
+        def step(name: str, compute: float, model: LayeredModel = model) -> float:
+            due = model.plain()
+            if name != "SGD":
+                due = model.compressed(tw.parse(name), table, network.ranks)
+            # They exchange when backward has ended.
+            due = [each._replace(ready=1.0) for each in due]
+            return overlapped_step(due, network, compute).seconds
+
+        fastest = min(paper, key=paper.__getitem__)
+        compute = paper[fastest] - step(fastest, 0.0)
+        for name, theirs in paper.items():
+            row = {"model": title, "method": name, "ours": step(name, compute), "paper": theirs}
+            rows.append(row)
     return rows
 
 

@@ -66,6 +66,8 @@ RINGS = 0.96
 # The same of the link between racks: quantize:4 by two-shot over two racks of 2 and of 4 hosts
 # reached 0.74 and 0.87 of 20 Mbit/s (benchmarks/records/hierarchical-*2026-11-16.json).
 CROWDED_UPLINK = 0.80
+# Slices that move at the same time: gloo's groups have two threads each (decision 25).
+AT_ONCE = 2
 # Forward takes a third of a step: backward multiplies each matrix twice.
 FORWARD = 1 / 3
 
@@ -149,7 +151,7 @@ class Moved(NamedTuple):
         """
         moving = slices * (self.seconds - self.waits)
         return Moved(
-            self.waits + max(moving, (slices - 1) * self.work),
+            self.waits + max(moving, (slices - 1) * self.work / AT_ONCE),
             slices * self.sent,
             slices * self.egress,
             slices * self.work,

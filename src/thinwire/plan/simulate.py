@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.collectives.costs import (
+    AT_ONCE,
     FRAMING,
     MEETING,
     PEER,
@@ -191,7 +192,7 @@ def ring_round(
     half = bytes_seconds if p == 2 else bytes_seconds / 2
     trip, software = 2 * world.one_way(sender, receiver), world.start + world.peer
     one = software + trip + half / slices
-    hop = np.maximum(np.maximum(bytes_seconds, (slices - 1) * software), one)
+    hop = np.maximum(np.maximum(bytes_seconds, (slices - 1) * software / AT_ONCE), one)
     return SimulatedRound(turn_ring(begin, hop, hops), hops * chunk, hops * p)
 
 

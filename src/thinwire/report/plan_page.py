@@ -25,7 +25,7 @@ RANGE = (1e6, 1e12)  # bits per second that the curves span
 _CONSTANTS = {
     costs: (
         *("FRAMING", "FIRST_WINDOW", "IDLE", "CROWDED", "PAIR", "HELD", "RINGS"),
-        *("CROWDED_UPLINK", "FORWARD"),
+        *("CROWDED_UPLINK", "AT_ONCE", "FORWARD"),
     ),
     choose: ("SMALL", "TWICE"),
     message: ("ALIGNMENT",),

@@ -14,7 +14,7 @@ function planner(C) {
     work: a.work + b.work, rounds: a.rounds + b.rounds, waits: a.waits + b.waits,
   });
   const inSlices = (a, slices) => ({
-    seconds: a.waits + Math.max(slices * (a.seconds - a.waits), (slices - 1) * a.work),
+    seconds: a.waits + Math.max(slices * (a.seconds - a.waits), (slices - 1) * a.work / C.AT_ONCE),
     sent: slices * a.sent, egress: slices * a.egress, work: slices * a.work, rounds: a.rounds,
     waits: a.waits,
   });
