@@ -24,7 +24,7 @@ from harness import conclude, read_options, run_ranks
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.collectives.costs import Coding, Interconnect, exchange_cost
+from thinwire.collectives.costs import Coding, ExchangeCost, Interconnect, exchange_cost
 from thinwire.compressors import compressor_of
 from thinwire.formatting import read_bytes, show_bytes
 from thinwire.lab import Lab, parse_rate
@@ -81,13 +81,21 @@ def rank_main(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def network_of(options: argparse.Namespace, hosts: int, link: str, table: CodecTable) -> Any:
+def lab_network(
+    table: CodecTable,
+    hosts: int,
+    link: str,
+    delay: str | None = None,
+    racks: int = 1,
+    inter: str | None = None,
+) -> Interconnect:
+    """What lies between the hosts of a lab, with the software of a table."""
     return Interconnect(
         hosts=hosts,
         rate=parse_rate(link) / 8,
-        delay=parse_time(options.delay) if options.delay else 0.0,
-        racks=options.racks,
-        uplink=parse_rate(options.inter) / 8 if options.inter else float("inf"),
+        delay=parse_time(delay) if delay else 0.0,
+        racks=racks,
+        uplink=parse_rate(inter) / 8 if inter else float("inf"),
         start=table.start,
         peer=table.peer,
         meeting=table.meeting,
@@ -96,7 +104,7 @@ def network_of(options: argparse.Namespace, hosts: int, link: str, table: CodecT
     )
 
 
-def predicted(spec: str, numel: int, network: Interconnect, table: CodecTable) -> Any:
+def predicted(spec: str, numel: int, network: Interconnect, table: CodecTable) -> ExchangeCost:
     coding = Coding("plain") if spec == DENSE else table.coding(compressor_of(spec))
     return exchange_cost(coding, numel, network)
 
@@ -106,7 +114,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of medians, one for each candidate and size, with what was predicted."""
     shared = table.shared(hosts, os.cpu_count() or 1)
-    network = network_of(options, hosts, link, shared)
+    network = lab_network(shared, hosts, link, options.delay, options.racks, options.inter)
     costs = {
         (spec, size): predicted(spec, size // 4, network, shared)
         for size in map(read_bytes, options.sizes)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from costs import TOGETHER
+from costs import lab_network
 from harness import Target, read_options, show_targets
 from recording import Start, stamped
 from rich.console import Console
@@ -44,7 +44,7 @@ from thinwire.collectives.costs import Interconnect
 from thinwire.compare.rank import RankRecord
 from thinwire.compare.run import Comparison, shown
 from thinwire.compare.settings import ComparisonSettings
-from thinwire.lab.topology import parse_rate, parse_time
+from thinwire.lab.topology import parse_rate
 from thinwire.machine import busy
 from thinwire.plan.codecs import CodecTable, table_from
 from thinwire.plan.predict import Prediction, Setting, fastest, predict, read_method
@@ -99,18 +99,7 @@ class Cell:
         return self in SEEN
 
     def network(self, table: CodecTable) -> Interconnect:
-        return Interconnect(
-            hosts=self.hosts,
-            rate=parse_rate(self.link) / 8,
-            delay=parse_time(self.delay) if self.delay else 0.0,
-            racks=self.racks,
-            uplink=parse_rate(self.inter) / 8 if self.inter else float("inf"),
-            start=table.start,
-            peer=table.peer,
-            meeting=table.meeting,
-            inside=table.inside,
-            together=TOGETHER,
-        )
+        return lab_network(table, self.hosts, self.link, self.delay, self.racks, self.inter)
 
 
 # Looked at while the formulas were made.
