@@ -126,8 +126,8 @@ def small() -> list[Cell]:
 
 
 def medium() -> list[Cell]:
-    """All that the full grid spans, along its edges."""
-    return [
+    """All that the full grid spans, along its edges; what was looked at before comes last."""
+    cells = [
         *small(),
         *besides(),
         Cell("text", 4, "30mbit", delay="15ms"),
@@ -143,6 +143,7 @@ def medium() -> list[Cell]:
         Cell("images", 8, "1gbit", racks=2, inter="100mbit"),
         Cell("images", 8, "30mbit", delay="15ms"),
     ]
+    return sorted(cells, key=lambda cell: cell.seen)
 
 
 def besides() -> list[Cell]:
