@@ -9,8 +9,8 @@ steps the mean of a step over whole rounds.
 
 What is predicted comes from a table of codecs measured on one core, the workload's step measured
 alone (when each gradient is there) and, for each number of hosts, the seconds that a step computes
-while all hosts share this machine's cores and nothing is exchanged: of the slowest rank where
-exchanges wait for it in every step, of all ranks where they do not. No step with an exchange is
+while all hosts share this machine's cores and nothing is exchanged: of all ranks for local steps,
+halfway to the slowest rank where exchanges wait for it in every step. No step with an exchange is
 looked at before it is predicted. Constants of the formulas come from `benchmarks/costs.py`, and the
 cells in `SEEN` were looked at besides: errors are given without them too.
 
@@ -245,20 +245,26 @@ def predicted(cell: Cell, record: dict[str, Any]) -> list[Prediction]:
     ranks, cores = cell.hosts, os.cpu_count() or 1
     table = table_from(record["codecs"]).shared(ranks, cores)
     profile = from_json(record["profiles"][cell.workload])
-    compute = computing(record, cell, "mean" if cell.way == "local" else "slowest")
+    compute = computing(record, cell)
     setting = Setting(profile.model, cell.network(table), table, compute, cell.plain)
     methods = [read_method(name) for name in METHODS[cell.way] if name != ALONE]
     return predict(methods, setting)
 
 
-def computing(record: dict[str, Any], cell: Cell, which: str) -> float:
-    """Seconds that a step of all hosts together computes: the median over cells."""
-    own = [
-        each["alone"][which]
+def computing(record: dict[str, Any], cell: Cell) -> float:
+    """Seconds that a step of all hosts together computes: the median over cells.
+
+    Local steps go on without waiting for each other. Others wait for the slowest rank of each step,
+    but then it gets the cores of those who wait: something between the two.
+    """
+    alone = [
+        each["alone"]
         for each in record["cells"].values()
         if "alone" in each and (each["workload"], each["hosts"]) == (cell.workload, cell.hosts)
     ]
-    return statistics.median(own)
+    if cell.way == "local":
+        return statistics.median(each["mean"] for each in alone)
+    return statistics.median(0.5 * (each["mean"] + each["slowest"]) for each in alone)
 
 
 def compare(

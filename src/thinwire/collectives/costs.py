@@ -145,13 +145,10 @@ class Moved(NamedTuple):
         )
 
     def in_slices(self, slices: int) -> "Moved":
-        """So many of these, one behind the other: while one waits, another moves.
-
-        What is waited for is that of the first; software has to be done for all of them.
-        """
+        """So many of these, one behind the other: while one waits, another moves, or two wait."""
         moving = slices * (self.seconds - self.waits)
         return Moved(
-            self.waits + max(moving, (slices - 1) * self.work / AT_ONCE),
+            self.waits + max(moving, (slices - 1) * self.waits / AT_ONCE),
             slices * self.sent,
             slices * self.egress,
             slices * self.work,
@@ -226,7 +223,8 @@ def ring(network: Interconnect, hops: int, chunk: float, cold: bool = False) -> 
     if cold and network.hosts > 1:
         waits += slow_start(hops * chunk, network.rate, network.round_trip)
     out = hops * chunk / network.ranks_per_host if network.hosts > 1 else 0.0
-    work = hops * (software + together)
+    # Threads of the backend sleep between hops.
+    work = hops * together
     return Moved(waits + hops * seconds, hops * chunk, out, work, hops, waits)
 
 

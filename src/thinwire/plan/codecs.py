@@ -28,9 +28,9 @@ SCHEMA = "thinwire.codecs/1"
 FILE = "codecs.json"  # in the cache directory of the user
 SAMPLE = 1 << 20  # elements: headers do not show in larger ones
 # Seconds of Python around an exchange on a core of its own: hook, plan, units, feedback, threads.
-# tw.Reducer.average of 40 kB between 2, 4 and 8 ranks on two cores takes 2.2, 6.2 and 14.8 ms, of
-# which 0.3, 1.3 and 4.2 are the one round that it has.
-EXCHANGE = 2.0e-3
+# What single exchanges between 2, 4 and 8 hosts on two cores took besides codecs and network: 2 to
+# 4, 4 to 5 and 9 to 19 ms (benchmarks/records/costs-2026-11-17.json).
+EXCHANGE = 2.5e-3
 # Times as long that codecs take per element where ranks of one machine use its memory together. On
 # two cores one process alone encodes and decodes 4 M elements in 4 or 8 bits, or with Top-K, in 1.3
 # to 1.4 ns each, two at the same time in 2.9 to 3.5 ns.

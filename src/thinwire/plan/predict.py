@@ -167,7 +167,7 @@ def step_of(method: PlannedMethod, setting: Setting) -> StepCost:
     if setting.parallel == "fsdp":
         return _sharded_step(method, setting)
     if method.plain:
-        return overlapped_step(setting.model.plain(), network, compute)
+        return overlapped_step(setting.model.plain(), network, compute, setting.busy)
     if method.every:
         due = setting.model.fragment(method.compressor, setting.table, method.fragments)
         return local_step(

@@ -192,7 +192,8 @@ def ring_round(
     half = bytes_seconds if p == 2 else bytes_seconds / 2
     trip, software = 2 * world.one_way(sender, receiver), world.start + world.peer
     one = software + trip + half / slices
-    hop = np.maximum(np.maximum(bytes_seconds, (slices - 1) * software / AT_ONCE), one)
+    two = (slices - 1) * (software + trip) / AT_ONCE
+    hop = np.maximum(np.maximum(bytes_seconds, two), one)
     return SimulatedRound(turn_ring(begin, hop, hops), hops * chunk, hops * p)
 
 

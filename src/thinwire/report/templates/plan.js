@@ -14,7 +14,7 @@ function planner(C) {
     work: a.work + b.work, rounds: a.rounds + b.rounds, waits: a.waits + b.waits,
   });
   const inSlices = (a, slices) => ({
-    seconds: a.waits + Math.max(slices * (a.seconds - a.waits), (slices - 1) * a.work / C.AT_ONCE),
+    seconds: a.waits + Math.max(slices * (a.seconds - a.waits), (slices - 1) * a.waits / C.AT_ONCE),
     sent: slices * a.sent, egress: slices * a.egress, work: slices * a.work, rounds: a.rounds,
     waits: a.waits,
   });
@@ -68,7 +68,7 @@ function planner(C) {
     return {
       seconds: waits + hops * seconds, sent: hops * chunk,
       egress: n.hosts > 1 ? hops * chunk / n.ranks_per_host : 0,
-      work: hops * (software + together), rounds: hops, waits,
+      work: hops * together, rounds: hops, waits,
     };
   }
 
@@ -308,7 +308,7 @@ function planner(C) {
     const coding = codingOf(method, parameters);
     if (!method.every) {
       const due = exchangesOf(parameters, coding, uncompressed);
-      return overlappedStep(due, network, compute, method.plain ? 0 : busy, nodes && !method.plain);
+      return overlappedStep(due, network, compute, busy, nodes && !method.plain);
     }
     const numel = parameters / method.fragments, vectors = vectorShare(parameters);
     const due = coding.kind === "joint" ? [[coding, numel]]
