@@ -143,15 +143,15 @@ def medium() -> list[Cell]:
         Cell("images", 8, "1gbit", racks=2, inter="100mbit"),
         Cell("images", 8, "30mbit", delay="15ms"),
     ]
-    return sorted(cells, key=lambda cell: cell.seen)
+    return sorted(cells, key=lambda cell: (cell.seen, cell.way == "ddp"))
 
 
 def besides() -> list[Cell]:
     """Sharded models and local steps."""
     return [
-        *(Cell("images", 4, link, way="fsdp") for link in ("10mbit", "100mbit")),
+        *(Cell("images", 4, link, way="fsdp") for link in ("100mbit", "300mbit")),
         Cell("text", 4, "100mbit", way="fsdp"),
-        *(Cell("images", 4, link, way="local") for link in ("10mbit", "100mbit")),
+        *(Cell("images", 4, link, way="local") for link in ("30mbit", "100mbit")),
         Cell("text", 4, "100mbit", way="local"),
     ]
 

@@ -28,8 +28,9 @@ SCHEMA = "thinwire.codecs/1"
 FILE = "codecs.json"  # in the cache directory of the user
 SAMPLE = 1 << 20  # elements: headers do not show in larger ones
 # Seconds of Python around an exchange on a core of its own: hook, plan, units, feedback, threads.
-# What single exchanges between 2, 4 and 8 hosts on two cores took besides codecs and network: 2 to
-# 4, 4 to 5 and 9 to 19 ms (benchmarks/records/costs-2026-11-17.json).
+# Single exchanges between 2, 4 and 8 hosts on two cores took 1.3 to 2, 2.5 to 3 and 7 to 8 ms
+# besides codecs and network (benchmarks/records/costs-2026-11-17.json), so 1.5 ms; the rest is what
+# DDP's hook adds, set by training on images with 4 hosts.
 EXCHANGE = 2.5e-3
 # Times as long that codecs take per element where ranks of one machine use its memory together. On
 # two cores one process alone encodes and decodes 4 M elements in 4 or 8 bits, or with Top-K, in 1.3
