@@ -168,7 +168,7 @@ def test_exchanges_queue_on_one_channel() -> None:
     assert cost.seconds == pytest.approx(1 + 1 + 2 * sum_seconds + 1)
     assert cost.hidden == pytest.approx(4 + 2 * sum_seconds - (cost.seconds - 4.0))
     # One that comes when the first has arrived waits for its decoding: nobody else would do it.
-    line, slow = costs.Line(), first._replace(decode=3.0)
+    line, slow = costs.ChannelSchedule(), first._replace(decode=3.0)
     assert line.add(1.0, slow) == pytest.approx(2 + sum_seconds + 3)
     assert line.add(2.5 + sum_seconds, slow) == pytest.approx(5 + 2 * sum_seconds + 3)
 

@@ -591,7 +591,7 @@ class Due(NamedTuple):
     ready: float
 
 
-class Line:
+class ChannelSchedule:
     """Exchanges of one channel, in their order: while one moves, the next is encoded, no more than
     one ahead, and the one before decoded."""
 
@@ -618,7 +618,7 @@ def overlapped_step(
 ) -> StepCost:
     """A step whose exchanges begin while backward goes on, one after the other on one channel.
 
-    While one moves its data the next is encoded and the last one decoded (`Line`). Plain
+    While one moves its data the next is encoded and the last one decoded (`ChannelSchedule`). Plain
     all-reduces of gloo go two at a time: they share the link, but not the waiting for round trips.
 
     Args:
@@ -626,7 +626,7 @@ def overlapped_step(
         busy: of a second of codecs and software, what computing loses: 1 where both want the same
             cores, 0 where exchanges have cores of their own.
     """
-    line, late, work = Line(), 0.0, 0.0
+    line, late, work = ChannelSchedule(), 0.0, 0.0
     # Of plain ones: the last has ended, the last but one has, the link is free.
     ended = before = link = last = 0.0
     encode = moving = decode = sent = egress = 0.0
@@ -726,7 +726,7 @@ def local_step(
         exchanges: of one fragment.
     """
     encode = moving = decode = sent = egress = ended = 0.0
-    line = Line()
+    line = ChannelSchedule()
     for coding, numel, _ in exchanges:
         cost = exchange_cost(coding, numel, network, nodes, compute > IDLE)
         ended = line.add(0.0, cost)
