@@ -1,4 +1,4 @@
-"""Write the figures of README.md and docs/benchmarks.md from the records.
+"""Write the figures of README.md, docs/benchmarks.md and docs/plan.md from the records.
 
     python benchmarks/figures.py            write them (make figures)
     python benchmarks/figures.py --check    only say which blocks differ from the records
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "plan.md")
 BLOCK = re.compile(r"(<!-- figures ([\w-]+) -->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
 _DATED = re.compile(r"(.+?)-(\d{4}-\d\d-\d\d)(.*)")
 
@@ -500,6 +500,86 @@ def others(record: Record) -> list[str]:
     return table(("codec", *parts, "ratio", "relative error"), rows)
 
 
+WAYS = {
+    "ddp": "DDP",
+    "fsdp": "FSDP (plain PyTorch first)",
+    "local": "local steps, mean of a step over rounds",
+}
+WRONG, SLOWER = 0.25, 1.05  # errors in bold, and advice that is not right
+
+
+def plan(record: Record) -> list[str]:
+    """How far predictions are from labs: in all, and cell by cell."""
+    rows, advice, lines = record.data["rows"], record.data["advice"], []
+    figures = []
+    for line in record.data["summary"]:
+        cells = f"{line['right']} of {line['cells']}" if line["cells"] else ""
+        figures.append(
+            [
+                line["way"] + (", cells that nothing was set by" if line["without_seen"] else ""),
+                f"{line['times']}",
+                f"{100 * line['median']:.0f} %",
+                f"{line['near']}, {100 * line['near'] / line['times']:.0f} %",
+                cells,
+            ]
+        )
+    lines += table(("", "step times", "median error", "within 25 %", "advice right"), figures)
+    verdicts = {each["cell"]: each for each in advice}
+    for way, title in WAYS.items():
+        own = [row for row in rows if row["way"] == way]
+        if not own:
+            continue
+        found = []
+        for cell in dict.fromkeys(row["cell"] for row in own):
+            mine = [row for row in own if row["cell"] == cell]
+            texts = [f"{1e3 * row['predicted']:.0f}/{1e3 * row['measured']:.0f}" for row in mine]
+            texts = [
+                f"**{text}**" if abs(row["error"]) > WRONG else text
+                for row, text in zip(mine, texts, strict=True)
+            ]
+            seen = " (seen)" if mine[0]["seen"] else ""
+            found.append([cell + seen, *texts, _verdict(verdicts.get(cell))])
+        names = [row["method"] for row in own if row["cell"] == own[0]["cell"]]
+        last = ["advice"] if way == "ddp" else []
+        columns = ("cell", *names, *last)
+        lines += ["", f"**{title}**: predicted / measured, milliseconds per step", ""]
+        lines += table(columns, (row[: len(columns)] for row in found))
+    missing = record.data.get("missing", [])
+    if missing:
+        lines += ["", f"Not measured yet: {'; '.join(missing)}."]
+    return lines
+
+
+def _verdict(advice: dict[str, Any] | None) -> str:
+    if advice is None:
+        return ""
+    if advice["slower"] <= SLOWER:
+        return f"{advice['advised']}: right"
+    much = 100 * (advice["slower"] - 1)
+    return f"**{advice['advised']}**: {advice['best']} is {much:.0f} % faster"
+
+
+def costs(record: Record) -> list[str]:
+    """How far predictions of single exchanges are off, by hosts and links."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for row in record.measured["rows"]:
+        error = row["predicted"] / row["seconds"] - 1
+        found.setdefault((row["hosts"], row["link"]), []).append(error)
+    return table(
+        ("hosts", "link", "exchanges", "median error", "too short to too long"),
+        (
+            [
+                f"{hosts}",
+                link,
+                f"{len(errors)}",
+                f"{100 * statistics.median(map(abs, errors)):.0f} %",
+                f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %",
+            ]
+            for (hosts, link), errors in found.items()
+        ),
+    )
+
+
 class Block(NamedTuple):
     draw: Callable[[Record], list[str]]
     command: str  # for records that do not name theirs
@@ -513,6 +593,7 @@ BLOCKS: dict[str, Block] = {
     "compare-text-100mbit": Block(comparison, "thinwire compare --workload text"),
     "convergence-images": Block(convergence, "python benchmarks/convergence.py"),
     "convergence-text": Block(convergence, "python benchmarks/convergence.py --workload text"),
+    "costs": Block(costs, "python benchmarks/costs.py"),
     "ddp": Block(hook, "python benchmarks/ddp.py"),
     "federated": Block(federated, "python benchmarks/federated.py"),
     "federated-200-rounds": Block(federated, "python benchmarks/federated.py --rounds 200"),
@@ -526,6 +607,7 @@ BLOCKS: dict[str, Block] = {
     "methods-images": Block(methods, "python benchmarks/methods.py --workload images"),
     "methods-text": Block(methods, "python benchmarks/methods.py --workload text --steps 80"),
     "others": Block(others, "python benchmarks/others.py"),
+    "plan": Block(plan, "python benchmarks/plan.py"),
     "policies-accuracy": Block(accuracy_policy, "python benchmarks/policies.py accuracy"),
     "policies-link": Block(link_policy, "python benchmarks/policies.py link"),
     "targets": Block(compressors, "python benchmarks/targets.py"),

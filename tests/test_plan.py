@@ -33,7 +33,10 @@ from thinwire.collectives.costs import (
     twoshot,
     waiting_step,
 )
+from thinwire.collectives.reduction import Part, Reduction
+from thinwire.collectives.stream import slice_count
 from thinwire.formatting import show_seconds
+from thinwire.kernels import Key
 from thinwire.plan.document import tables_of
 from thinwire.plan.predict import (
     METHODS,
@@ -45,10 +48,11 @@ from thinwire.plan.predict import (
     step_of,
 )
 from thinwire.plan.sizes import LayeredModel, UniformModel, layers_of, read_layers
-from thinwire.policies.codecs import CodecRow, CodecTable, shipped, table_from, table_of
+from thinwire.policies.codecs import MEMORY, CodecRow, CodecTable, shipped, table_from, table_of
 
 MB = 1_000_000
-FREE = {"start": 0.0, "peer": 0.0}  # software costs nothing
+RINGED = FRAMING * MB / costs.RINGS  # of a link around which rings move 1 MB/s of payload
+FREE = {"start": 0.0, "peer": 0.0, "meeting": 0.0}  # software costs nothing
 
 
 def table() -> CodecTable:
@@ -61,44 +65,51 @@ def table() -> CodecTable:
 def test_a_ring_all_reduce_takes_2_p_minus_1_hops() -> None:
     # 4 ranks, 1 MB/s of payload, 6 hops of a quarter of 4 MB each. A round trip of 2 s is waited
     # for while half of the chunk moves, one of 0.5 s is hidden by it.
-    far = Interconnect(4, FRAMING * MB, delay=1.0, **FREE)
+    far = Interconnect(4, RINGED, delay=1.0, **FREE)
     assert plain_sum(far, 4 * MB).seconds == pytest.approx(6 * (2.0 + 0.5))
-    network = Interconnect(4, FRAMING * MB, delay=0.25, **FREE)
+    network = Interconnect(4, RINGED, delay=0.25, **FREE)
     found = plain_sum(network, 4 * MB)
     assert found.seconds == pytest.approx(6 * 1.0)
-    pair = Interconnect(2, FRAMING * MB, delay=0.25, **FREE)
+    pair = Interconnect(2, RINGED, delay=0.25, **FREE)
     assert plain_sum(pair, 2 * MB).seconds == pytest.approx(2 * (0.5 + 1.0))
     assert found.sent == pytest.approx(1.5 * 4 * MB)
     assert found.rounds == 6
 
 
 def test_an_all_gather_takes_p_minus_1_hops() -> None:
-    network = Interconnect(5, FRAMING * MB, **FREE)
+    network = Interconnect(5, RINGED, **FREE)
     assert ring(network, 4, MB).seconds == pytest.approx(4.0)
 
 
 def test_messages_straight_to_all_share_the_link() -> None:
-    network = Interconnect(2, FRAMING * MB, delay=0.5, **FREE)
-    assert direct(network, MB).seconds == pytest.approx(1.0 + 1.0)
+    # Between two, what goes one way waits for what goes the other.
+    pair = Interconnect(2, FRAMING * MB, delay=0.5, **FREE)
+    lost = (1 / costs.PAIR - 1) * costs.HELD / MB
+    assert direct(pair, MB).seconds == pytest.approx(1.0 + 1.0 + lost)
     crowd = Interconnect(5, FRAMING * MB, **FREE)
-    assert direct(crowd, MB).seconds == pytest.approx(4.0 / costs.CROWDED)
+    short = costs.HELD / 2
+    assert direct(crowd, short).seconds == pytest.approx(4 * short / MB / costs.CROWDED)
+    # Of a long message, no more is lost than a queue holds.
+    lost = 4 * (1 / costs.CROWDED - 1) * costs.HELD / MB
+    assert direct(crowd, MB).seconds == pytest.approx(4.0 + lost)
     assert direct(crowd, MB).sent == 4 * MB
 
 
 def test_ranks_of_a_host_share_its_link() -> None:
     # Each of 2 ranks sends 1 MB to each of the 2 ranks of the other host.
     network = Interconnect(2, FRAMING * MB, ranks_per_host=2, inside=math.inf, **FREE)
-    assert direct(network, MB).seconds == pytest.approx(4.0)
+    lost = 4 * (1 / costs.PAIR - 1) * costs.HELD / MB
+    assert direct(network, MB).seconds == pytest.approx(4.0 + lost)
     assert direct(network, MB).egress == 2 * MB
     # Of a ring only one rank of each host sends to the other.
-    assert ring(network, 3, MB).seconds == pytest.approx(3.0)
+    assert ring(network, 3, MB).seconds == pytest.approx(3.0 / costs.RINGS)
 
 
 def test_racks_share_an_uplink() -> None:
     # 2 racks of 2 hosts: 2 * 2 messages leave a rack.
     network = Interconnect(4, 1e12, racks=2, uplink=FRAMING * MB, uplink_delay=0.25, **FREE)
     assert direct(network, MB).seconds == pytest.approx(4.0 / costs.CROWDED_UPLINK + 0.5)
-    assert ring(network, 1, MB).seconds == pytest.approx(1.0)  # 0.5 + half of it
+    assert ring(network, 1, MB).seconds == pytest.approx(1.0 / costs.RINGS)
 
 
 def test_hosts_that_share_a_machine_share_what_it_moves() -> None:
@@ -145,8 +156,8 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def test_exchanges_queue_on_one_channel() -> None:
-    # encode 1 s, move 3 s, decode 1 s; ready at 1 and 2 of 4 s. The second is encoded while the
-    # first moves: 1 + 1 + 3 + 1 = 6, then 3 + 1 more.
+    # encode 1 s, move 8 s, decode 1 s; ready at 1 and 2 of 4 s. The second is encoded while the
+    # first moves, which is decoded while the second does: 1 + 1 + 8 = 10, then 8 + 1 more.
     network = Interconnect(2, FRAMING * MB, **FREE)
     coding = Coding("summable", frame=4.0, encode=1 / MB, decode=1 / MB)
     first = exchange_cost(coding, MB, network)
@@ -154,8 +165,44 @@ def test_exchanges_queue_on_one_channel() -> None:
     assert (first.encode, first.decode) == (1.0, 1.0)
     assert first.moving == pytest.approx(sum_seconds)
     cost = overlapped_step([Due(coding, MB, 0.25), Due(coding, MB, 0.5)], network, 4.0)
-    assert cost.seconds == pytest.approx(1 + 1 + 2 * (sum_seconds + 1))
+    assert cost.seconds == pytest.approx(1 + 1 + 2 * sum_seconds + 1)
     assert cost.hidden == pytest.approx(4 + 2 * sum_seconds - (cost.seconds - 4.0))
+    # One that comes when the first has arrived waits for its decoding: nobody else would do it.
+    line, slow = costs.ChannelSchedule(), first._replace(decode=3.0)
+    assert line.add(1.0, slow) == pytest.approx(2 + sum_seconds + 3)
+    assert line.add(2.5 + sum_seconds, slow) == pytest.approx(5 + 2 * sum_seconds + 3)
+
+
+def test_large_tensors_go_in_slices() -> None:
+    # 16 MB: three slices; what is encoded and summed of the others hides behind what moves.
+    network = Interconnect(4, FRAMING * MB, **FREE)
+    coding = Coding("whole", 1.0, encode=1 / MB, decode=1 / MB, add=0.1 / MB)
+    whole, sliced = (
+        exchange_cost(each, 4 * MB, network) for each in (coding, coding._replace(cut=True))
+    )
+    assert costs.slices_of(coding._replace(cut=True), "twoshot", 4 * MB) == 3
+    assert sliced.encode == pytest.approx(whole.encode / 3)
+    assert sliced.between == pytest.approx(whole.between / 3)
+    assert sliced.decode == whole.decode
+    assert sliced.codec == pytest.approx(whole.codec)
+    assert sliced.work == pytest.approx(whole.work)
+    assert sliced.sent == pytest.approx(whole.sent, rel=1e-3)
+    # On a fast link codecs take all of the time.
+    fast = exchange_cost(coding._replace(cut=True), 4 * MB, Interconnect(4, 1e15, **FREE))
+    assert fast.seconds == pytest.approx(fast.codec + fast.decode)
+    # Short tensors and what goes through `sparse` do not.
+    assert costs.slices_of(coding._replace(cut=True), "sparse", 4 * MB) == 1
+    assert costs.slices_of(coding._replace(cut=True), "gather", MB) == 1
+
+
+def test_slices_are_those_of_the_collectives() -> None:
+    # costs.slices_of and stream.slice_count must not drift apart.
+    for spec in ("quantize:4", "natural", "onebit"):
+        compressor = tw.parse(spec)
+        for numel in (10, 1 << 20, 1 << 21, (1 << 21) - 1, 5 << 20, 1 << 26):
+            part = Part(torch.empty(1).expand(numel), None, Key(), compressor)
+            count = slice_count(Reduction([part], 1.0)) if compressor.grain else 1
+            assert costs.slices_of(table().coding(compressor), "twoshot", numel) == count
 
 
 def test_plain_all_reduces_go_two_at_a_time() -> None:
@@ -165,7 +212,7 @@ def test_plain_all_reduces_go_two_at_a_time() -> None:
     assert overlapped_step(dues[:2], network, 1.0).seconds == pytest.approx(20.0)
     assert overlapped_step(dues, network, 1.0).seconds == pytest.approx(40.0)
     # Bytes take turns.
-    slow = Interconnect(2, FRAMING * MB, **FREE)
+    slow = Interconnect(2, RINGED, **FREE)
     dues = [Due(Coding("plain"), MB, 0.0)] * 3
     assert overlapped_step(dues, slow, 1.0).seconds == pytest.approx(12.0)
 
@@ -193,7 +240,7 @@ def test_local_steps_share_out_an_exchange() -> None:
 
 
 def test_a_sharded_step_waits_for_everything() -> None:
-    network = Interconnect(4, FRAMING * MB, **FREE)
+    network = Interconnect(4, RINGED, **FREE)
     plain = Coding("plain")
     gathers, scatters = [Due(plain, MB, 0.0)] * 2, [Due(plain, MB, 1.0)]
     found = waiting_step(gathers, scatters, network, 1.0)
@@ -344,9 +391,16 @@ def test_a_strength_that_was_not_measured_is_like_its_nearest() -> None:
 
 def test_hosts_that_share_cores_are_slower() -> None:
     shared = table().shared(8, 2)
-    assert shared.rows["none"].encode == pytest.approx(4 * table().rows["none"].encode)
+    alone, slower = table().rows["none"], shared.rows["none"]
+    assert slower.encode == pytest.approx(4 * MEMORY * alone.encode)
+    assert slower.call == pytest.approx(4 * alone.call)
     assert shared.start == pytest.approx(4 * table().start + costs.SCHEDULING)
-    assert table().shared(2, 2) == table()
+    # Two on two cores wait for nothing but memory, and joint compressors not for that.
+    pair = table().shared(2, 2)
+    assert pair.start == table().start
+    assert pair.rows["none"].encode == pytest.approx(MEMORY * alone.encode)
+    assert pair.rows["powersgd:4"] == table().rows["powersgd:4"]
+    assert table().shared(1, 2) == table()
 
 
 @pytest.mark.parametrize(

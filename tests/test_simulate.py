@@ -14,6 +14,7 @@ from thinwire.collectives.costs import (
     Coding,
     Interconnect,
     direct,
+    held_up,
     overlapped_step,
     plain_sum,
     ring,
@@ -111,10 +112,11 @@ def test_equal_ranks_take_what_the_formulas_say(ranks: int) -> None:
     assert found.ended.max() == pytest.approx(plain_sum(network, 1e6).seconds)
     assert found.ended.min() == found.ended.max()
     # Few ranks that begin together send each to another one at any time: nothing is crowded.
-    together = 2 < ranks <= simulate.EXACT
-    free = Interconnect(ranks, RATE / (CROWDED if together else 1.0), delay=1e-3)
-    direct_seconds = direct_round(world, zero, 1e5).ended.max()
-    assert direct_seconds == pytest.approx(direct(free, 1e5).seconds, rel=0.02)
+    message, together = 1e5, ranks <= simulate.EXACT
+    crowd = message / (message + held_up(ranks, message)) if together else 1.0
+    free = Interconnect(ranks, RATE / crowd, delay=1e-3)
+    direct_seconds = direct_round(world, zero, message).ended.max()
+    assert direct_seconds == pytest.approx(direct(free, message).seconds, rel=0.02)
 
 
 def test_a_step_of_equal_ranks_is_that_of_the_formulas() -> None:

@@ -223,6 +223,7 @@ def _setting(
         start=table.start,
         peer=table.peer,
         trees=arguments.backend == "nccl",
+        meeting=table.meeting,
     )
     return Setting(
         model,

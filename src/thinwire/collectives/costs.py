@@ -14,7 +14,9 @@ Measured: 1.03 to 1.15 round trips for each (benchmarks/records/wan-2026-11-17.j
     ring        P - 1 hops (all-gather) or 2 (P - 1) hops (all-reduce) between neighbours; gloo
                 sends chunks in halves, so that one waits while the other moves
 
-Exchanges of one channel go one after the other, while the next one is prepared (decision 24).
+Exchanges of one channel go one after the other, while the next one is prepared and the last one
+finished (decision 24). A large tensor goes in slices: while one moves, the next is compressed and
+what came of the one before is summed (decision 25).
 """
 
 import math
@@ -23,6 +25,7 @@ from typing import NamedTuple
 
 from thinwire.collectives.choose import SMALL, TWICE, moved
 from thinwire.collectives.message import ALIGNMENT
+from thinwire.collectives.stream import LEAST_BYTES, MOST
 from thinwire.collectives.transport import (
     FIELDS,
     HEADER,
@@ -43,17 +46,28 @@ IDLE = 0.2
 # that machines.json was measured on: an all-to-all takes 0.35, 1.34 and 4.15 ms, a hop of a
 # ring 0.22, 1.03 and 1.53 ms; n processes on two cores take n / 2 times as long, and `SCHEDULING`.
 START, PEER = 150e-6, 110e-6
+# Seconds of Python in a meeting, on a core of one's own: records are written and read. What rounds
+# of 64 kB tensors took more than the above among 2, 4 and 8 hosts (costs-2026-11-17.json).
+MEETING = 0.7e-3
 # Seconds more per round where more ranks than cores wait for each other (the same measurement).
 SCHEDULING = 500e-6
 # Bytes per second between ranks of one host: gloo's all-reduce of 16 MB between two of them there.
 INSIDE = 0.9e9
-# Of a link's rate, what connections to several hosts reach that meet others at both of their ends.
-# gloo's all-to-all of 16 to 200 kB per pair at 10 and 100 Mbit/s in a lab: 1.0 between 2 hosts,
-# 0.65 to 0.90 (median 0.72) among 4 and 8, 0.65 in training; rings 0.92 to 1.0 where bytes count.
-CROWDED = 0.65
+# Messages both ways between ranks hold each other up: gloo sends when the receiver has said that it
+# is ready, and that word waits behind what the receiver sends itself, in the connection or in the
+# queue of the link. Between two hosts the second message follows the first (half of the link is
+# used), of several pairs some move while others wait. Of a long message, only as much is lost as
+# lies in the queue. benchmarks/records/costs-2026-11-17.json: 8 to 130 kB took 1.5 to 2.0 times
+# their bytes between 2 hosts, 1.3 to 1.6 times among 4 and 8; of 133 to 530 kB, 90 kB more.
+CROWDED, PAIR = 0.65, 0.5
+HELD = 100e3
+# Of a link's rate, what rings reach: 0.94 to 0.98 (the same record).
+RINGS = 0.96
 # The same of the link between racks: quantize:4 by two-shot over two racks of 2 and of 4 hosts
 # reached 0.74 and 0.87 of 20 Mbit/s (benchmarks/records/hierarchical-*2026-11-16.json).
 CROWDED_UPLINK = 0.80
+# Slices that move at the same time: gloo's groups have two threads each (decision 25).
+AT_ONCE = 2
 # Forward takes a third of a step: backward multiplies each matrix twice.
 FORWARD = 1 / 3
 
@@ -74,6 +88,7 @@ class Interconnect(NamedTuple):
         peer: of software for each message that a rank sends.
         together: bytes per second that all hosts can send together, where they share a machine.
         trees: the backend sums along pipelined trees of hosts, as NCCL does, not around a ring.
+        meeting: of software more in a round that all ranks meet in.
     """
 
     hosts: int
@@ -88,6 +103,7 @@ class Interconnect(NamedTuple):
     peer: float = PEER
     together: float = math.inf
     trees: bool = False
+    meeting: float = MEETING
 
     @property
     def ranks(self) -> int:
@@ -107,6 +123,7 @@ class Moved(NamedTuple):
         egress: bytes that leave a host, per rank of it.
         work: of `seconds`, what a core is busy: software of rounds, and bytes where hosts share it.
         rounds: how often a rank waits for others.
+        waits: of `seconds`, what passes while nothing moves: software and round trips.
     """
 
     seconds: float = 0.0
@@ -114,6 +131,7 @@ class Moved(NamedTuple):
     egress: float = 0.0
     work: float = 0.0
     rounds: int = 0
+    waits: float = 0.0
 
     def then(self, other: "Moved") -> "Moved":
         """Both, one after the other."""
@@ -123,6 +141,19 @@ class Moved(NamedTuple):
             self.egress + other.egress,
             self.work + other.work,
             self.rounds + other.rounds,
+            self.waits + other.waits,
+        )
+
+    def in_slices(self, slices: int) -> "Moved":
+        """So many of these, one behind the other: while one waits, another moves, or two wait."""
+        moving = slices * (self.seconds - self.waits)
+        return Moved(
+            self.waits + max(moving, (slices - 1) * self.waits / AT_ONCE),
+            slices * self.sent,
+            slices * self.egress,
+            slices * self.work,
+            self.rounds,
+            self.waits,
         )
 
 
@@ -141,6 +172,12 @@ def record_bytes(ranks: int) -> float:
     return aligned_bytes(8 * (HEADER + FIELDS + ranks))
 
 
+def held_up(hosts: int, message: float) -> float:
+    """Bytes that a link could have sent besides a message, while its sender waited for word."""
+    used = PAIR if hosts == 2 else CROWDED
+    return (1 / used - 1) * min(message, HELD)
+
+
 def direct(network: Interconnect, message: float, cold: bool = False) -> Moved:
     """A message of so many bytes from each rank straight to each other one."""
     p, h = network.ranks, network.ranks_per_host
@@ -149,10 +186,10 @@ def direct(network: Interconnect, message: float, cold: bool = False) -> Moved:
     out = h * (p - h) * message  # through a host's link
     in_rack = p // network.racks
     up = in_rack * (p - in_rack) * message  # through a rack's
-    rate = network.rate * (CROWDED if network.hosts > 2 else 1.0)
+    idle = h * (p - h) * held_up(network.hosts, message)
     together = p * (p - 1) * message / network.together
     seconds = max(
-        FRAMING * out / rate,
+        FRAMING * (out + idle) / network.rate,
         FRAMING * up / (CROWDED_UPLINK * network.uplink) if network.racks > 1 else 0.0,
         (h - 1) * message / network.inside,
         together,
@@ -161,7 +198,7 @@ def direct(network: Interconnect, message: float, cold: bool = False) -> Moved:
     waits = software + network.round_trip
     if cold and network.hosts > 1:
         waits += slow_start(message, network.rate / (h * (p - h)), network.round_trip)
-    return Moved(waits + seconds, (p - 1) * message, out / h, software + together, 1)
+    return Moved(waits + seconds, (p - 1) * message, out / h, software + together, 1, waits)
 
 
 def ring(network: Interconnect, hops: int, chunk: float, cold: bool = False) -> Moved:
@@ -173,20 +210,22 @@ def ring(network: Interconnect, hops: int, chunk: float, cold: bool = False) -> 
         return Moved()
     together = network.ranks * chunk / network.together
     seconds = max(
-        FRAMING * chunk / network.rate if network.hosts > 1 else 0.0,
-        FRAMING * chunk / network.uplink if network.racks > 1 else 0.0,
+        FRAMING * chunk / (RINGS * network.rate) if network.hosts > 1 else 0.0,
+        FRAMING * chunk / (RINGS * network.uplink) if network.racks > 1 else 0.0,
         chunk / network.inside if network.ranks_per_host > 1 else 0.0,
         together,
     )
     software = network.start + network.peer
-    # Between two ranks both halves go the same way, and wait for each other.
+    # One half of a chunk is waited for while the other moves; between two ranks both go the same
+    # way, and wait for each other.
     half = seconds if network.ranks == 2 else seconds / 2
-    waits = hops * (software + max(0.0, network.round_trip + half - seconds))
+    waits = hops * max(0.0, software + network.round_trip + half - seconds)
     if cold and network.hosts > 1:
         waits += slow_start(hops * chunk, network.rate, network.round_trip)
     out = hops * chunk / network.ranks_per_host if network.hosts > 1 else 0.0
-    work = hops * (software + together)
-    return Moved(waits + hops * seconds, hops * chunk, out, work, hops)
+    # Threads of the backend sleep between hops.
+    work = hops * together
+    return Moved(waits + hops * seconds, hops * chunk, out, work, hops, waits)
 
 
 def slow_start(num_bytes: float, rate: float, round_trip: float) -> float:
@@ -205,7 +244,10 @@ def slow_start(num_bytes: float, rate: float, round_trip: float) -> float:
 
 def meeting(network: Interconnect, along: float = 0.0, cold: bool = False) -> Moved:
     """Records of all ranks, and short messages with them."""
-    return direct(network, record_bytes(network.ranks) + along, cold)
+    if network.ranks == 1:
+        return Moved()
+    software = network._replace(start=network.start + network.meeting)
+    return direct(software, record_bytes(network.ranks) + along, cold)
 
 
 # The collectives, each for a message of so many bytes: what a rank's whole tensor comes to.
@@ -231,7 +273,7 @@ def tree_sum(network: Interconnect, message: float) -> Moved:
     waits = 2 * levels * (network.start + network.round_trip / 2)
     seconds = waits + FRAMING * sent / slowest
     egress = sent / network.ranks_per_host
-    return Moved(seconds, sent, egress, 2 * levels * network.start, 2 * levels)
+    return Moved(seconds, sent, egress, 2 * levels * network.start, 2 * levels, waits)
 
 
 def summable(network: Interconnect, message: float, cold: bool = False) -> Moved:
@@ -244,8 +286,14 @@ def summable(network: Interconnect, message: float, cold: bool = False) -> Moved
 def gather(network: Interconnect, message: float, cold: bool = False) -> Moved:
     if message <= room_of(network.ranks):
         return meeting(network, message, cold)
-    hops = network.ranks - 1
-    return meeting(network).then(ring(network, hops, aligned_bytes(message), cold))
+    return meeting(network).then(all_gather(network, message, cold))
+
+
+def all_gather(network: Interconnect, message: float, cold: bool = False) -> Moved:
+    """A long message from each rank to all: around a ring, between two both ways at once."""
+    if network.ranks == 2:
+        return direct(network, aligned_bytes(message), cold)
+    return ring(network, network.ranks - 1, aligned_bytes(message), cold)
 
 
 def swap(network: Interconnect, message: float, cold: bool = False) -> Moved:
@@ -267,6 +315,21 @@ def sparse(network: Interconnect, message: float, cold: bool = False) -> Moved:
     return first.then(twoshot(network, message, cold))
 
 
+def streamed(
+    collective: str, network: Interconnect, message: float, slices: int, cold: bool = False
+) -> Moved:
+    """A gather, two-shot or (swap) its first half in slices: all meet once, letters follow."""
+    piece = message / slices
+    if collective == "gather":
+        one = all_gather(network, piece, cold)
+    else:
+        shard = piece / network.ranks
+        one = direct(network, aligned_bytes(shard), cold)
+        if collective == "twoshot":
+            one = one.then(all_gather(network, shard))
+    return meeting(network).then(one.in_slices(slices))
+
+
 def joint(network: Interconnect, message: float, cold: bool = False, first: float = 0.5) -> Moved:
     """Two sums; `first` is the share of the first of them."""
     left = summable(network, first * message, cold)
@@ -274,7 +337,12 @@ def joint(network: Interconnect, message: float, cold: bool = False, first: floa
 
 
 def hierarchical(
-    network: Interconnect, message: float, inner: float, flat: str, cold: bool = False
+    network: Interconnect,
+    message: float,
+    inner: float,
+    flat: str,
+    cold: bool = False,
+    slices: int = 1,
 ) -> Moved:
     """Sums inside of hosts, a flat collective between the owners of each shard, results inside.
 
@@ -282,6 +350,7 @@ def hierarchical(
         message: of the whole tensor between hosts.
         inner: of the whole tensor inside.
         flat: the collective between hosts.
+        slices: in which that goes.
     """
     s = network.ranks_per_host
     own = network._replace(hosts=1, delay=0.0, uplink_delay=0.0, racks=1, together=math.inf)
@@ -290,7 +359,10 @@ def hierarchical(
     share = network._replace(
         ranks_per_host=1, rate=network.rate / s, uplink=network.uplink / s, inside=math.inf
     )
-    between = COLLECTIVES_COSTS[flat](share, message / s, cold)
+    if slices > 1:
+        between = streamed(flat, share, message / s, slices, cold)
+    else:
+        between = COLLECTIVES_COSTS[flat](share, message / s, cold)
     meetings = meeting(network).then(meeting(network)).then(meeting(network))
     return meetings.then(inside).then(between).then(inside)
 
@@ -319,6 +391,7 @@ class Coding(NamedTuple):
         add: seconds per element of adding one more payload to it.
         exchange: seconds of software around one exchange: threads, plan, feedback.
         first: of a joint compressor, the share of its first sum in what is sent.
+        cut: a tensor can be compressed in slices (`Compressor.grain`).
     """
 
     kind: str
@@ -329,19 +402,50 @@ class Coding(NamedTuple):
     add: float = 0.0
     exchange: float = 0.0
     first: float = 0.5
+    cut: bool = False
 
 
 class ExchangeCost(NamedTuple):
-    """One exchange: encoding before it, moving with the codec's work in between, decoding."""
+    """One exchange: encoding before it, moving with the codec's work in between, decoding.
+
+    Args:
+        encode: seconds before anything moves: of a tensor in slices, those of the first.
+        moving: from then on until all has come.
+        between: of `moving`, what the network does not take: summing, encoding a second time.
+        decode: after that.
+        sent: bytes that a rank sends.
+        egress: bytes that leave a host, per rank of it.
+        work: seconds of a core: codecs and software.
+        rounds: how often a rank waits for others.
+        codec: seconds of all encoding and summing, beside what moves or not.
+    """
 
     encode: float
     moving: float
-    between: float  # of `moving`: summing and encoding a second time
+    between: float
     decode: float
     sent: float
     egress: float
-    work: float  # seconds of a core: codecs and software
+    work: float
     rounds: int
+    codec: float
+
+    @property
+    def seconds(self) -> float:
+        """Of this exchange by itself."""
+        return self.encode + self.moving + self.decode
+
+    @property
+    def network(self) -> float:
+        """Seconds in which data moves or is waited for."""
+        return self.moving - self.between
+
+
+def slices_of(coding: Coding, collective: str, numel: float) -> int:
+    """In how many slices a tensor of float32 goes; `thinwire.collectives.stream` has the rule."""
+    if not coding.cut or collective not in ("gather", "twoshot", "swap"):
+        return 1
+    return max(1, min(MOST, math.floor(4 * numel / LEAST_BYTES)))
 
 
 def collective_of(coding: Coding, message: float, ranks: int) -> str:
@@ -365,40 +469,65 @@ def exchange_cost(
     """
     p, s = network.ranks, network.ranks_per_host
     if p == 1:
-        return ExchangeCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
+        return ExchangeCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0)
+    message = coding.frame * numel
     if nodes and s > 1 and network.hosts > 1 and coding.kind not in ("plain", "joint"):
-        members, share = network.hosts, 1 / s
-        collective = collective_of(coding, coding.frame * numel * share, members)
-        found = hierarchical(network, coding.frame * numel, 4 * numel, collective, cold)
+        members, own = network.hosts, numel / s
+        collective = collective_of(coding, message / s, members)
+        slices = slices_of(coding, collective, own)
+        found = hierarchical(network, message, 4 * numel, collective, cold, slices)
         # Each owner adds up its shard of the node, and hands the result round.
         adding = numel / network.inside * 4 * 2 * (s - 1) / s
     else:
-        members, share, adding = p, 1.0, 0.0
-        collective = collective_of(coding, coding.frame * numel, members)
-        found = _flat(collective, coding, network, coding.frame * numel, cold)
-    own = numel * share
+        members, own, adding = p, numel, 0.0
+        collective = collective_of(coding, message, members)
+        slices = slices_of(coding, collective, own)
+        found = _flat(collective, coding, network, message, cold, slices)
     encode, between, decode = codec_seconds(coding, collective, own, members)
-    return _cost(coding.exchange + encode, found, between + adding, decode)
+    return _cost(coding.exchange, encode, found, between, decode, slices, adding)
 
 
 def _flat(
-    collective: str, coding: Coding, network: Interconnect, message: float, cold: bool
+    collective: str, coding: Coding, network: Interconnect, message: float, cold: bool, slices: int
 ) -> Moved:
+    if slices > 1:
+        return streamed(collective, network, message, slices, cold)
     if collective == "joint":
         return joint(network, message, cold, coding.first)
     return COLLECTIVES_COSTS[collective](network, message, cold)
 
 
-def _cost(encode: float, found: Moved, between: float, decode: float) -> ExchangeCost:
+def _cost(
+    exchange: float,
+    encode: float,
+    found: Moved,
+    between: float,
+    decode: float,
+    slices: int = 1,
+    adding: float = 0.0,
+) -> ExchangeCost:
+    """Put together what an exchange takes.
+
+    Args:
+        exchange: seconds of software around it.
+        adding: seconds of sums inside of hosts, which go in one.
+    """
+    # Of slices the first is encoded before anything moves, and the last summed when all has come;
+    # the others beside what moves, if that takes as long.
+    first, last = encode / slices, between / slices
+    beside = found.waits + (encode - first) + between
+    moving = max(found.seconds + last, beside if slices > 1 else 0.0) + adding
+    codec = exchange + encode + between + adding
     return ExchangeCost(
-        encode,
-        found.seconds + between,
-        between,
+        exchange + first,
+        moving,
+        moving - found.seconds,
         decode,
         found.sent,
         found.egress,
-        encode + between + decode + found.work,
+        codec + decode + found.work,
         found.rounds,
+        codec,
     )
 
 
@@ -462,6 +591,24 @@ class Due(NamedTuple):
     ready: float
 
 
+class ChannelSchedule:
+    """Exchanges of one channel, in their order: while one moves, the next is encoded, no more than
+    one ahead, and the one before decoded."""
+
+    def __init__(self) -> None:
+        self._began = self._moved = self._ended = 0.0
+
+    def add(self, arrived: float, cost: ExchangeCost) -> float:
+        """When one that is there at a time has ended."""
+        prepared = max(arrived, self._began) + cost.encode
+        # Another thread decodes only if the next one waits already.
+        free = self._moved if arrived <= self._moved else self._ended
+        self._began = max(prepared, free)
+        self._moved = max(self._began + cost.moving, self._ended)
+        self._ended = self._moved + cost.decode
+        return self._ended
+
+
 def overlapped_step(
     exchanges: Sequence[Due],
     network: Interconnect,
@@ -471,16 +618,17 @@ def overlapped_step(
 ) -> StepCost:
     """A step whose exchanges begin while backward goes on, one after the other on one channel.
 
-    While one moves its data the next is encoded, no more than one ahead. Plain all-reduces of gloo
-    go two at a time: they share the link, but not the waiting for round trips.
+    While one moves its data the next is encoded and the last one decoded (`ChannelSchedule`). Plain
+    all-reduces of gloo go two at a time: they share the link, but not the waiting for round trips.
 
     Args:
         compute: seconds of the step without communication.
         busy: of a second of codecs and software, what computing loses: 1 where both want the same
             cores, 0 where exchanges have cores of their own.
     """
-    prepared = ended = began = late = work = 0.0
-    before = link = last = 0.0  # of plain ones: the last but one has ended, the link is free
+    line, late, work = ChannelSchedule(), 0.0, 0.0
+    # Of plain ones: the last has ended, the last but one has, the link is free.
+    ended = before = link = last = 0.0
     encode = moving = decode = sent = egress = 0.0
     for number, (coding, numel, ready) in enumerate(exchanges):
         cold = number == 0 and compute > IDLE
@@ -491,16 +639,13 @@ def overlapped_step(
             began, before = max(arrived, before), ended
             link = max(link, began) + cost.moving - waits
             ended = max(link, began + cost.moving)
+            last = max(last, ended)
         else:
-            # The preparer is free when the exchange before has begun to move.
-            prepared = max(arrived, began) + cost.encode
-            began = max(prepared, ended)
-            ended = began + cost.moving + cost.decode
-        last = max(last, ended)
+            last = max(last, line.add(arrived, cost))
         late += busy * cost.encode
         work += cost.work
-        encode += cost.encode + cost.between
-        moving += cost.moving - cost.between
+        encode += cost.codec
+        moving += cost.network
         decode += cost.decode
         sent += cost.sent
         egress += cost.egress
@@ -524,13 +669,14 @@ def waiting_step(
     found = [gather_rows(network, coding, numel) for coding, numel, _ in gathers]
     found += [scatter_rows(network, coding, numel) for coding, numel, _ in scatters]
     for cost in found:
-        encode += cost.encode
-        moving += cost.moving
+        encode += cost.codec
+        moving += cost.network
         decode += cost.decode
         sent += cost.sent
         egress += cost.egress
-    seconds = compute + encode + moving + decode
-    return StepCost(compute, encode, moving, decode, 0.0, seconds, sent, egress)
+    seconds = compute + sum(cost.seconds for cost in found)
+    hidden = encode + moving + decode - (seconds - compute)
+    return StepCost(compute, encode, moving, decode, hidden, seconds, sent, egress)
 
 
 def gather_rows(network: Interconnect, coding: Coding, numel: float) -> ExchangeCost:
@@ -538,12 +684,11 @@ def gather_rows(network: Interconnect, coding: Coding, numel: float) -> Exchange
     p = network.ranks
     row = coding.frame * numel / p
     if coding.kind == "plain":
-        found = ring(network, p - 1, row)
-        return _cost(0.0, found, 0.0, 0.0)
+        return _cost(coding.exchange, 0.0, ring(network, p - 1, row), 0.0, 0.0)
     found = gather(network, row) if p > 1 else Moved()
-    encode = coding.exchange + coding.call + coding.encode * numel / p
+    encode = coding.call + coding.encode * numel / p
     decode = coding.call + coding.decode * numel
-    return _cost(encode, found, 0.0, decode)
+    return _cost(coding.exchange, encode, found, 0.0, decode)
 
 
 def scatter_rows(network: Interconnect, coding: Coding, numel: float) -> ExchangeCost:
@@ -551,11 +696,17 @@ def scatter_rows(network: Interconnect, coding: Coding, numel: float) -> Exchang
     p = network.ranks
     if coding.kind == "plain":
         found = plain_sum(network, coding.frame * numel)
-        return _cost(0.0, found, 0.0, 0.0)
-    found = swap(network, coding.frame * numel) if p > 1 else Moved()
-    encode = coding.exchange + (coding.call + coding.encode * numel) * (p - 1) / p
+        return _cost(coding.exchange, 0.0, found, 0.0, 0.0)
+    slices, message = slices_of(coding, "swap", numel), coding.frame * numel
+    if p == 1:
+        found = Moved()
+    elif slices > 1:
+        found = streamed("swap", network, message, slices)
+    else:
+        found = swap(network, message)
+    encode = (coding.call + coding.encode * numel) * (p - 1) / p
     decode = (p - 1) * (coding.call + coding.add * numel / p)
-    return _cost(encode, found, 0.0, decode)
+    return _cost(coding.exchange, encode, found, 0.0, decode, slices)
 
 
 def local_step(
@@ -574,16 +725,18 @@ def local_step(
     Args:
         exchanges: of one fragment.
     """
-    encode = moving = decode = sent = egress = 0.0
+    encode = moving = decode = sent = egress = ended = 0.0
+    line = ChannelSchedule()
     for coding, numel, _ in exchanges:
         cost = exchange_cost(coding, numel, network, nodes, compute > IDLE)
-        encode += cost.encode + cost.between
-        moving += cost.moving - cost.between
+        ended = line.add(0.0, cost)
+        encode += cost.codec
+        moving += cost.network
         decode += cost.decode
         sent += cost.sent
         egress += cost.egress
     talking = encode + moving + decode
-    waiting = max(0.0, talking - overlap * compute)
+    waiting = max(0.0, ended - overlap * compute)
     share = fragments / every
     return StepCost(
         compute,

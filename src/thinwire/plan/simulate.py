@@ -21,17 +21,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.collectives.costs import (
-    CROWDED,
+    AT_ONCE,
     FRAMING,
+    MEETING,
     PEER,
+    RINGS,
     START,
     Coding,
     Due,
     aligned_bytes,
     codec_seconds,
     collective_of,
+    held_up,
     record_bytes,
     room_of,
+    slices_of,
 )
 from thinwire.plan.events import pass_links, turn_ring
 
@@ -69,6 +73,7 @@ class World:
     region_delay: Times = field(default_factory=lambda: np.zeros(1))
     start: float = START
     peer: float = PEER
+    meeting: float = MEETING
 
     @property
     def ranks(self) -> int:
@@ -163,8 +168,14 @@ class SimulatedRound(NamedTuple):
 # Parts
 
 
-def ring_round(world: World, begin: Times, hops: int, chunk: float) -> SimulatedRound:
-    """Hops around a ring of all ranks, a round trip each, as gloo has it."""
+def ring_round(
+    world: World, begin: Times, hops: int, chunk: float, slices: int = 1
+) -> SimulatedRound:
+    """Hops around a ring of all ranks, a round trip each, as gloo has it.
+
+    Args:
+        slices: that go around one behind the other: while one waits, another moves.
+    """
     p = world.ranks
     if p == 1 or not hops:
         return SimulatedRound(begin, 0.0, 0)
@@ -176,11 +187,13 @@ def ring_round(world: World, begin: Times, hops: int, chunk: float) -> Simulated
     r, s = world.region[a], world.region[b]
     far = np.minimum(world.region_rate[r], world.region_rate[s])
     edge = np.where(r != s, np.minimum(edge, far), edge)
-    bytes_seconds = FRAMING * chunk / edge
+    bytes_seconds = FRAMING * chunk / (RINGS * edge)
     # A chunk goes in halves: one waits for its round trip while the other moves.
     half = bytes_seconds if p == 2 else bytes_seconds / 2
-    trip = 2 * world.one_way(sender, receiver)
-    hop = world.start + world.peer + np.maximum(bytes_seconds, trip + half)
+    trip, software = 2 * world.one_way(sender, receiver), world.start + world.peer
+    one = software + trip + half / slices
+    two = (slices - 1) * (software + trip) / AT_ONCE
+    hop = np.maximum(np.maximum(bytes_seconds, two), one)
     return SimulatedRound(turn_ring(begin, hop, hops), hops * chunk, hops * p)
 
 
@@ -239,9 +252,9 @@ def _aggregated(world: World, ready: Times, message: float) -> tuple[Times, int]
     members = np.bincount(world.rack, minlength=racks)
     in_region = np.bincount(world.region[world.rack], minlength=regions)
     near = members[world.rack]
-    # Messages that do not come in step meet at their receivers: each by itself shows it, as one
-    # they would not.
-    rates *= CROWDED
+    # Messages that do not come in step hold each other up: each by itself shows it, as one they
+    # would not.
+    rates *= message / (message + held_up(p, message)) if message else 1.0
     # The last to be ready is waited for by all; how long its word takes differs.
     slowest = int(np.argmax(ready))
     waits = np.maximum(ready, ready[slowest] + world.one_way(slowest, np.arange(p)))
@@ -298,7 +311,9 @@ def _first_and_last(
 
 def meeting_round(world: World, begin: Times, along: float = 0.0) -> SimulatedRound:
     """Records of all ranks, straight from each to each."""
-    return direct_round(world, begin, record_bytes(world.ranks) + along)
+    if world.ranks == 1:
+        return SimulatedRound(begin, 0.0, 0)
+    return direct_round(world, begin + world.meeting, record_bytes(world.ranks) + along)
 
 
 def tree_round(world: World, begin: Times, message: float, fanout: int = FANOUT) -> SimulatedRound:
@@ -394,6 +409,9 @@ def exchange_round(
         sums = [lambda t: ring_round(world, t, 2 * (p - 1), message / 2 / p)]
         return _one_after_the_other(begin, [lambda t: meeting_round(world, t), *sums] * 2)
     room, codec = room_of(p), codec_seconds(coding, collective, numel, p)[1]
+    slices = slices_of(coding, collective, numel)
+    if slices > 1:
+        return _one_after_the_other(begin, _streamed(world, collective, message, slices, codec))
     if collective == "gather":
         return _one_after_the_other(begin, _gathering(world, message, room))
     shard = message / p
@@ -423,6 +441,34 @@ def _gathering(
     return [
         lambda t: meeting_round(world, t),
         lambda t: ring_round(world, t, hops, aligned_bytes(message)),
+    ]
+
+
+def _streamed(
+    world: World, collective: str, message: float, slices: int, codec: float
+) -> list[Callable[[Times], SimulatedRound]]:
+    """All meet once, then slices follow each other; the last one is summed when all has come.
+
+    Args:
+        codec: seconds of sums in the middle, of all slices.
+    """
+    p = world.ranks
+    share = message if collective == "gather" else message / p
+    if p == 2:
+        gathers = [lambda t: direct_round(world, t, aligned_bytes(share))]
+    else:
+        gathers = [lambda t: ring_round(world, t, p - 1, aligned_bytes(share), slices)]
+    if collective == "gather":
+        return [lambda t: meeting_round(world, t), *gathers]
+
+    def adding(t: Times) -> SimulatedRound:
+        return SimulatedRound(t + codec / slices * world.speed, 0.0, p)
+
+    return [
+        lambda t: meeting_round(world, t),
+        lambda t: direct_round(world, t, aligned_bytes(share)),
+        adding,
+        *gathers,
     ]
 
 
@@ -461,7 +507,8 @@ class SimulatedStep(NamedTuple):
 def simulate_step(
     world: World, exchanges: Sequence[Due], compute: float, collective: str = "auto"
 ) -> SimulatedStep:
-    """A step of DDP on every rank: buckets as they get ready, one exchange at a time.
+    """A step of DDP on every rank: buckets as they get ready, one exchange at a time, while the
+    next is encoded and the last one decoded.
 
     Args:
         collective: one of `COLLECTIVES`; "plain" does without codecs and meetings.
@@ -470,7 +517,7 @@ def simulate_step(
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
     own = compute * world.speed
     zero = np.zeros(world.ranks)
-    began, ended = zero, zero
+    began, arrived, ended = zero, zero, zero
     sent, events = 0.0, 0
     for coding, numel, ready in exchanges:
         used = collective
@@ -480,12 +527,17 @@ def simulate_step(
         if used in ("gather", "twoshot"):
             algorithm = used
         encode, _, decode = codec_seconds(coding, algorithm, numel, world.ranks)
+        if used not in ("plain", "tree", "grouped"):
+            encode /= slices_of(coding, algorithm, numel)
         if used != "plain":
             encode += coding.exchange
         prepared = np.maximum(ready * own, began) + encode * world.speed
-        began = np.maximum(prepared, ended)
+        # What has come is decoded beside the next one, if that waits already.
+        free = np.where(ready * own <= arrived, arrived, ended)
+        began = np.maximum(prepared, free)
         moved = exchange_round(world, began, coding, numel, used)
-        ended = moved.ended + decode * world.speed
+        arrived = np.maximum(moved.ended, ended)
+        ended = arrived + decode * world.speed
         sent, events = sent + moved.sent, events + moved.events
     seconds = float(max(ended.max(), own.max()))
     mean = float(own.mean())

@@ -27,6 +27,7 @@ WIDTH_PER_LAYER = 64  # d / layers of GPT-2 and its like
 MATRICES, VECTORS = 12, 13  # of a layer: times d^2 and d
 # Sum over a layer's matrices (3d x d, d x d, 4d x d, d x 4d) of rows and of columns, in d.
 ROWS, COLUMNS = 3 + 1 + 4 + 1, 1 + 1 + 1 + 4
+SMALL_MODULE = 0.01  # of the parameters: less is not worth sharding by itself
 MOST_HEADER = 100 << 20  # bytes of a safetensors header, the format's own limit
 JSON_INDEX = ".safetensors.index.json"
 
@@ -268,14 +269,18 @@ class LayeredModel:
         return [due._replace(numel=due.numel / fragments) for due in found]
 
     def modules(self) -> list[float]:
-        """Tensors that share a name up to a number: "blocks.3.mlp.weight" belongs to blocks.3."""
+        """Tensors that share a name up to a number: "blocks.3.mlp.weight" belongs to blocks.3. What
+        is small, or has no number, belongs to the model as a whole."""
         found: dict[str, float] = {}
         for layer in self.layers:
             words = layer.name.split(".")
             number = next((i for i, word in enumerate(words) if word.isdigit()), None)
             module = ".".join(words[: number + 1]) if number is not None else ""
             found[module] = found.get(module, 0.0) + layer.numel
-        return list(found.values())
+        least = SMALL_MODULE * self.parameters
+        large = [numel for name, numel in found.items() if name and numel >= least]
+        rest = self.parameters - sum(large)
+        return [*large, rest] if rest else large
 
 
 def read_layers(path: Path) -> LayeredModel:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from thinwire.collectives.costs import INSIDE, PEER, SCHEDULING, START, Coding
+from thinwire.collectives.costs import INSIDE, MEETING, PEER, SCHEDULING, START, Coding
 from thinwire.compressors import (
     Compressor,
     JointCompressor,
@@ -30,9 +30,14 @@ FILE = "codecs.json"  # in the cache directory of the user
 WIDTH = 4  # bytes of a gradient: float32, whatever parameters are trained in
 SAMPLE = 1 << 20  # elements: headers do not show in larger ones
 # Seconds of Python around an exchange on a core of its own: hook, plan, units, feedback, threads.
-# tw.Reducer.average of 40 kB between 2, 4 and 8 ranks on two cores takes 2.2, 6.2 and 14.8 ms, of
-# which 0.3, 1.3 and 4.2 are the one round that it has.
-EXCHANGE = 2.0e-3
+# Single exchanges between 2, 4 and 8 hosts on two cores took 1.3 to 2, 2.5 to 3 and 7 to 8 ms
+# besides codecs and network (benchmarks/records/costs-2026-11-17.json), so 1.5 ms; the rest is what
+# DDP's hook adds, set by training on images with 4 hosts.
+EXCHANGE = 2.5e-3
+# Times as long that codecs take per element where ranks of one machine use its memory together. On
+# two cores one process alone encodes and decodes 4 M elements in 4 or 8 bits, or with Top-K, in 1.3
+# to 1.4 ns each, two at the same time in 2.9 to 3.5 ns.
+MEMORY = 2.2
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class CodecTable:
         exchange: seconds of software around an exchange.
         start, peer: of a round, and of each message in it (`Interconnect`).
         inside: bytes per second between ranks of a host.
+        meeting: of a meeting, on top of a round.
     """
 
     name: str
@@ -76,29 +82,27 @@ class CodecTable:
     start: float = START
     peer: float = PEER
     inside: float = INSIDE
+    meeting: float = MEETING
 
     def shared(self, ranks: int, cores: int) -> "CodecTable":
         """The same where so many ranks have to share the cores of one machine, as in a lab."""
-        return self if ranks <= cores else self._slower(ranks / cores)
+        return self if ranks == 1 else self._slower(max(1.0, ranks / cores), ranks > cores)
 
-    def _slower(self, times: float) -> "CodecTable":
-        rows = {
-            spec: CodecRow(
-                row.frame,
-                times * row.call,
-                times * row.encode,
-                times * row.decode,
-                times * row.add,
-            )
-            for spec, row in self.rows.items()
-        }
+    def _slower(self, times: float, crowded: bool) -> "CodecTable":
+        rows = {}
+        for spec, row in self.rows.items():
+            # Joint compressors work on one matrix at a time, which a cache holds.
+            each = times * MEMORY if row.frame else times
+            figures = (times * row.call, each * row.encode, each * row.decode, each * row.add)
+            rows[spec] = CodecRow(row.frame, *figures)
         return replace(
             self,
             rows=rows,
             exchange=times * self.exchange,
-            start=times * self.start + SCHEDULING,
+            start=times * self.start + (SCHEDULING if crowded else 0.0),
             peer=times * self.peer,
             inside=self.inside / times,
+            meeting=times * self.meeting,
         )
 
     def row_of(self, compressor: Compressor) -> tuple[str, CodecRow]:
@@ -149,7 +153,8 @@ class CodecTable:
         elif spec != str(compressor):
             frame = frame_of(compressor)
         codec = (row.call, row.encode, row.decode, row.add)
-        return Coding(kind_of(compressor), frame, *codec, self.exchange, first)
+        kind, cut = kind_of(compressor), compressor.grain is not None
+        return Coding(kind, frame, *codec, self.exchange, first, cut)
 
     def joint_coding(self, compressor: JointCompressor, shapes: Sequence[torch.Size]) -> Coding:
         """The costs of a joint compressor for tensors of float32 with these shapes."""
@@ -205,7 +210,8 @@ def table_from(document: Any) -> CodecTable:
             str(document["origin"]),
             int(document["threads"]),
             rows,
-            *(_positive(document[name]) for name in ("exchange", "start", "peer", "inside")),
+            meeting=_positive(document.get("meeting", MEETING)),  # older tables have none
+            **{name: _positive(document[name]) for name in ("exchange", "start", "peer", "inside")},
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"a table of codecs that lacks something: {error!r}") from None

@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from thinwire.collectives import choose, costs, message, transport
+from thinwire.collectives import choose, costs, message, stream, transport
 from thinwire.compressors import JointCompressor, PowerSGD
 from thinwire.parallel import plan as buckets
 from thinwire.plan import predict, sizes
@@ -23,9 +23,13 @@ from thinwire.report.template import environment
 
 RANGE = (1e6, 1e12)  # bits per second that the curves span
 _CONSTANTS = {
-    costs: (*("FRAMING", "FIRST_WINDOW", "IDLE", "CROWDED", "CROWDED_UPLINK", "FORWARD"),),
+    costs: (
+        *("FRAMING", "FIRST_WINDOW", "IDLE", "CROWDED", "PAIR", "HELD", "RINGS"),
+        *("CROWDED_UPLINK", "AT_ONCE", "FORWARD"),
+    ),
     choose: ("SMALL", "TWICE"),
     message: ("ALIGNMENT",),
+    stream: ("LEAST_BYTES", "MOST"),
     transport: ("HEADER", "FIELDS", "LEAST_ROOM", "MOST_ROOM", "MOST_SUMMED", "ROOM"),
     sizes: (
         *("WIDTH", "FIRST_BUCKET", "BUCKET", "WIDTH_PER_LAYER", "MATRICES", "VECTORS"),

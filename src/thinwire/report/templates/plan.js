@@ -8,10 +8,15 @@ function planner(C) {
   const aligned = length => Math.ceil(length / C.ALIGNMENT) * C.ALIGNMENT;
   const roomOf = p => Math.min(C.MOST_ROOM, Math.max(C.LEAST_ROOM, aligned(Math.floor(C.ROOM / (p - 1)))));
   const recordBytes = p => aligned(8 * (C.HEADER + C.FIELDS + p));
-  const nothing = { seconds: 0, sent: 0, egress: 0, work: 0, rounds: 0 };
+  const nothing = { seconds: 0, sent: 0, egress: 0, work: 0, rounds: 0, waits: 0 };
   const then = (a, b) => ({
     seconds: a.seconds + b.seconds, sent: a.sent + b.sent, egress: a.egress + b.egress,
-    work: a.work + b.work, rounds: a.rounds + b.rounds,
+    work: a.work + b.work, rounds: a.rounds + b.rounds, waits: a.waits + b.waits,
+  });
+  const inSlices = (a, slices) => ({
+    seconds: a.waits + Math.max(slices * (a.seconds - a.waits), (slices - 1) * a.waits / C.AT_ONCE),
+    sent: slices * a.sent, egress: slices * a.egress, work: slices * a.work, rounds: a.rounds,
+    waits: a.waits,
   });
 
   function slowStart(bytes, rate, trip) {
@@ -22,16 +27,19 @@ function planner(C) {
     return Math.max(0, j * trip - C.FIRST_WINDOW * (2 ** j - 1) / rate);
   }
 
+  const heldUp = (hosts, message) =>
+    (1 / (hosts === 2 ? C.PAIR : C.CROWDED) - 1) * Math.min(message, C.HELD);
+
   function direct(n, message, cold) {
     const p = ranksOf(n), h = n.ranks_per_host;
     if (p === 1) return nothing;
     const out = h * (p - h) * message;
     const inRack = Math.floor(p / n.racks);
     const up = inRack * (p - inRack) * message;
-    const rate = n.rate * (n.hosts > 2 ? C.CROWDED : 1);
+    const idle = h * (p - h) * heldUp(n.hosts, message);
     const together = p * (p - 1) * message / n.together;
     const seconds = Math.max(
-      C.FRAMING * out / rate,
+      C.FRAMING * (out + idle) / n.rate,
       n.racks > 1 ? C.FRAMING * up / (C.CROWDED_UPLINK * n.uplink) : 0,
       (h - 1) * message / n.inside,
       together);
@@ -40,7 +48,7 @@ function planner(C) {
     if (cold && n.hosts > 1) waits += slowStart(message, n.rate / (h * (p - h)), tripOf(n));
     return {
       seconds: waits + seconds, sent: (p - 1) * message, egress: out / h,
-      work: software + together, rounds: 1,
+      work: software + together, rounds: 1, waits,
     };
   }
 
@@ -49,18 +57,18 @@ function planner(C) {
     if (p === 1) return nothing;
     const together = p * chunk / n.together;
     const seconds = Math.max(
-      n.hosts > 1 ? C.FRAMING * chunk / n.rate : 0,
-      n.racks > 1 ? C.FRAMING * chunk / n.uplink : 0,
+      n.hosts > 1 ? C.FRAMING * chunk / (C.RINGS * n.rate) : 0,
+      n.racks > 1 ? C.FRAMING * chunk / (C.RINGS * n.uplink) : 0,
       n.ranks_per_host > 1 ? chunk / n.inside : 0,
       together);
     const software = n.start + n.peer, trip = tripOf(n);
     const half = p === 2 ? seconds : seconds / 2;
-    let waits = hops * (software + Math.max(0, trip + half - seconds));
+    let waits = hops * Math.max(0, software + trip + half - seconds);
     if (cold && n.hosts > 1) waits += slowStart(hops * chunk, n.rate, trip);
     return {
       seconds: waits + hops * seconds, sent: hops * chunk,
       egress: n.hosts > 1 ? hops * chunk / n.ranks_per_host : 0,
-      work: hops * (software + together), rounds: hops,
+      work: hops * together, rounds: hops, waits,
     };
   }
 
@@ -68,13 +76,15 @@ function planner(C) {
     const levels = Math.ceil(Math.log2(n.hosts));
     const sent = 2 * (n.hosts - 1) / n.hosts * message;
     const slowest = Math.min(n.rate, n.racks > 1 ? n.uplink : Infinity);
+    const waits = 2 * levels * (n.start + tripOf(n) / 2);
     return {
-      seconds: 2 * levels * (n.start + tripOf(n) / 2) + C.FRAMING * sent / slowest, sent,
-      egress: sent / n.ranks_per_host, work: 2 * levels * n.start, rounds: 2 * levels,
+      seconds: waits + C.FRAMING * sent / slowest, sent, egress: sent / n.ranks_per_host,
+      work: 2 * levels * n.start, rounds: 2 * levels, waits,
     };
   }
 
-  const meeting = (n, along, cold) => direct(n, recordBytes(ranksOf(n)) + (along || 0), cold);
+  const meeting = (n, along, cold) => direct(
+    { ...n, start: n.start + n.meeting }, recordBytes(ranksOf(n)) + (along || 0), cold);
 
   function plain(n, message, cold) {
     if (n.trees && n.hosts > 1) return treeSum(n, message);
@@ -88,7 +98,12 @@ function planner(C) {
   function gather(n, message, cold) {
     const p = ranksOf(n);
     if (message <= roomOf(p)) return meeting(n, message, cold);
-    return then(meeting(n), ring(n, p - 1, aligned(message), cold));
+    return then(meeting(n), allGather(n, message, cold));
+  }
+  function allGather(n, message, cold) {
+    const p = ranksOf(n);
+    if (p === 2) return direct(n, aligned(message), cold);
+    return ring(n, p - 1, aligned(message), cold);
   }
   function swap(n, message, cold) {
     const p = ranksOf(n), shard = message / p;
@@ -101,14 +116,21 @@ function planner(C) {
     message <= roomOf(ranksOf(n)) ? nothing : meeting(n), twoshot(n, message, cold));
   const joint = (n, message, cold, first) =>
     then(summable(n, first * message, cold), summable(n, (1 - first) * message));
+  function streamed(collective, n, message, slices, cold) {
+    const piece = message / slices, shard = piece / ranksOf(n);
+    const one = collective === "gather" ? allGather(n, piece, cold)
+      : then(direct(n, aligned(shard), cold), allGather(n, shard));
+    return then(meeting(n), inSlices(one, slices));
+  }
   const COLLECTIVES = { plain, summable, gather, twoshot, sparse };
 
-  function hierarchical(n, message, inner, flat, cold) {
+  function hierarchical(n, message, inner, flat, cold, slices) {
     const s = n.ranks_per_host;
     const own = { ...n, hosts: 1, delay: 0, uplink_delay: 0, racks: 1, together: Infinity };
     const inside = s > 1 ? direct(own, inner / s) : nothing;
     const share = { ...n, ranks_per_host: 1, rate: n.rate / s, uplink: n.uplink / s, inside: Infinity };
-    const between = COLLECTIVES[flat](share, message / s, cold);
+    const between = slices > 1 ? streamed(flat, share, message / s, slices, cold)
+      : COLLECTIVES[flat](share, message / s, cold);
     const meetings = then(then(meeting(n), meeting(n)), meeting(n));
     return then(then(then(meetings, inside), between), inside);
   }
@@ -130,33 +152,57 @@ function planner(C) {
     return [collective === "sparse" ? encode : encode * (p - 1) / p, between, decode];
   }
 
+  function slicesOf(coding, collective, numel) {
+    if (!coding.cut || !["gather", "twoshot"].includes(collective)) return 1;
+    return Math.max(1, Math.min(C.MOST, Math.floor(4 * numel / C.LEAST_BYTES)));
+  }
+
   function exchangeCost(coding, numel, n, nodes, cold) {
-    const p = ranksOf(n), s = n.ranks_per_host;
-    if (p === 1) return { encode: 0, moving: 0, between: 0, decode: 0, sent: 0, egress: 0, work: 0, rounds: 0 };
-    let members = p, share = 1, adding = 0, collective, found;
+    const p = ranksOf(n), s = n.ranks_per_host, message = coding.frame * numel;
+    if (p === 1) {
+      return { encode: 0, moving: 0, network: 0, decode: 0, sent: 0, egress: 0, work: 0, rounds: 0, codec: 0 };
+    }
+    let members = p, own = numel, adding = 0, collective, found, slices;
     if (nodes && s > 1 && n.hosts > 1 && coding.kind !== "plain" && coding.kind !== "joint") {
       members = n.hosts;
-      share = 1 / s;
-      collective = collectiveOf(coding, coding.frame * numel * share, members);
-      found = hierarchical(n, coding.frame * numel, 4 * numel, collective, cold);
+      own = numel / s;
+      collective = collectiveOf(coding, message / s, members);
+      slices = slicesOf(coding, collective, own);
+      found = hierarchical(n, message, 4 * numel, collective, cold, slices);
       adding = numel / n.inside * 4 * 2 * (s - 1) / s;
     } else {
-      collective = collectiveOf(coding, coding.frame * numel, members);
-      found = collective === "joint"
-        ? joint(n, coding.frame * numel, cold, coding.first)
-        : COLLECTIVES[collective](n, coding.frame * numel, cold);
+      collective = collectiveOf(coding, message, members);
+      slices = slicesOf(coding, collective, own);
+      if (slices > 1) found = streamed(collective, n, message, slices, cold);
+      else if (collective === "joint") found = joint(n, message, cold, coding.first);
+      else found = COLLECTIVES[collective](n, message, cold);
     }
-    let [encode, between, decode] = codecSeconds(coding, collective, numel * share, members);
-    encode += coding.exchange;
-    between += adding;
+    const [encode, between, decode] = codecSeconds(coding, collective, own, members);
+    const first = encode / slices, last = between / slices;
+    const beside = found.waits + (encode - first) + between;
+    const moving = Math.max(found.seconds + last, slices > 1 ? beside : 0) + adding;
+    const codec = coding.exchange + encode + between + adding;
     return {
-      encode, moving: found.seconds + between, between, decode, sent: found.sent,
-      egress: found.egress, work: encode + between + decode + found.work, rounds: found.rounds,
+      encode: coding.exchange + first, moving, network: found.seconds, decode, sent: found.sent,
+      egress: found.egress, work: codec + decode + found.work, rounds: found.rounds, codec,
+    };
+  }
+
+  /* Exchanges of one channel: one is encoded and one decoded while another moves. */
+  function line() {
+    let began = 0, moved = 0, ended = 0;
+    return (arrived, cost) => {
+      const prepared = Math.max(arrived, began) + cost.encode;
+      began = Math.max(prepared, arrived <= moved ? moved : ended);
+      moved = Math.max(began + cost.moving, ended);
+      ended = moved + cost.decode;
+      return ended;
     };
   }
 
   function overlappedStep(exchanges, n, compute, busy, nodes) {
-    let prepared = 0, ended = 0, began = 0, late = 0, work = 0, before = 0, link = 0, last = 0;
+    const add = line();
+    let ended = 0, late = 0, work = 0, before = 0, link = 0, last = 0;
     let encode = 0, moving = 0, decode = 0, sent = 0, egress = 0;
     const known = new Map();
     exchanges.forEach(([coding, numel, ready], number) => {
@@ -167,20 +213,18 @@ function planner(C) {
       const arrived = ready * compute + late;
       if (coding.kind === "plain") {
         const waits = Math.min(cost.moving, cost.rounds * tripOf(n));
-        began = Math.max(arrived, before);
+        const began = Math.max(arrived, before);
         before = ended;
         link = Math.max(link, began) + cost.moving - waits;
         ended = Math.max(link, began + cost.moving);
+        last = Math.max(last, ended);
       } else {
-        prepared = Math.max(arrived, began) + cost.encode;
-        began = Math.max(prepared, ended);
-        ended = began + cost.moving + cost.decode;
+        last = Math.max(last, add(arrived, cost));
       }
-      last = Math.max(last, ended);
       late += busy * cost.encode;
       work += cost.work;
-      encode += cost.encode + cost.between;
-      moving += cost.moving - cost.between;
+      encode += cost.codec;
+      moving += cost.network;
       decode += cost.decode;
       sent += cost.sent;
       egress += cost.egress;
@@ -191,17 +235,19 @@ function planner(C) {
   }
 
   function localStep(exchanges, n, compute, every, fragments, overlap, nodes) {
-    let encode = 0, moving = 0, decode = 0, sent = 0, egress = 0;
+    const add = line();
+    let encode = 0, moving = 0, decode = 0, sent = 0, egress = 0, ended = 0;
     for (const [coding, numel] of exchanges) {
       const cost = exchangeCost(coding, numel, n, nodes, compute > C.IDLE);
-      encode += cost.encode + cost.between;
-      moving += cost.moving - cost.between;
+      ended = add(0, cost);
+      encode += cost.codec;
+      moving += cost.network;
       decode += cost.decode;
       sent += cost.sent;
       egress += cost.egress;
     }
     const talking = encode + moving + decode;
-    const waiting = Math.max(0, talking - overlap * compute), share = fragments / every;
+    const waiting = Math.max(0, ended - overlap * compute), share = fragments / every;
     return {
       compute, encode: share * encode, network: share * moving, decode: share * decode,
       hidden: share * (talking - waiting), seconds: compute + share * waiting,
@@ -262,7 +308,7 @@ function planner(C) {
     const coding = codingOf(method, parameters);
     if (!method.every) {
       const due = exchangesOf(parameters, coding, uncompressed);
-      return overlappedStep(due, network, compute, method.plain ? 0 : busy, nodes && !method.plain);
+      return overlappedStep(due, network, compute, busy, nodes && !method.plain);
     }
     const numel = parameters / method.fragments, vectors = vectorShare(parameters);
     const due = coding.kind === "joint" ? [[coding, numel]]
