@@ -557,7 +557,7 @@ def test_only_what_was_asked_for_decides_the_exit_code(tmp_path, monkeypatch):
     methods = [comparisons.method("ddp"), comparisons.failed("torch:bf16", "TypeError: no")]
     document = comparisons.document(methods)
     monkeypatch.setattr(Comparison, "run", lambda *_: document)
-    monkeypatch.setattr("thinwire.cli.compare._show", lambda *_: None)
+    monkeypatch.setattr("thinwire.cli.compare.show", lambda *_: None)
     assert main(["compare", "--out", str(tmp_path)]) == 0
     assert main(["compare", "--out", str(tmp_path), "--with", "torch:bf16"]) == 1
     methods[0].diverged = True
