@@ -1,13 +1,16 @@
 """Accuracy against bytes for all named methods: the frontier.
 
-    python benchmarks/methods.py [--workload images] [--ranks 4] [--seeds 3] [--steps N]
+    python benchmarks/methods.py [--workload images] [--parts arc momentum ...] [--seeds 3]
+                                 [--steps N] [--progress FILE] [--run-with nice]
                                  [--out benchmarks/records/NAME.json] [--picture FILE.png]
     python benchmarks/methods.py --draw RECORD.json ... --picture FILE.png
     python benchmarks/methods.py --cost [--ranks 4] [--link 100mbit] [--rounds 15] [--out ...]
 
-Every method trains the same model from the same seeds on loopback: figures of accuracy and bytes,
-not of speed. Groups differ in the optimizer where a method asks for it: DGC is compared under
-momentum SGD, signs under a small learning rate, each with plain DDP beside it.
+Every method trains the same model from the same seeds, with all ranks in one process
+(`one_process.py`): figures of accuracy and bytes, not of speed. Groups differ in the optimizer
+where a method asks for it: DGC is compared under momentum SGD, signs under a small learning rate,
+each with plain DDP beside it. With --progress a run that was interrupted goes on where it was, on
+the same commit.
 
 With --cost: the time of a step in a lab instead, of ARC-Top-K against Top-K with gather, and of
 PowerSGD against PyTorch's hook. All candidates take turns; figures are medians of the slowest rank,
@@ -18,37 +21,112 @@ import argparse
 import json
 import shlex
 import statistics
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import Target, conclude, read_options, run_ranks
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.compare.document import Document
-from thinwire.compare.run import Comparison, shown
-from thinwire.compare.settings import ComparisonSettings
 from thinwire.lab import Lab
+from thinwire.machine import versions
 
-PLAIN = (
-    *("powersgd:2", "powersgd:4", "arc:0.05", "arc:0.2", "randomk:0.05,shared=true"),
-    *("topk:0.01", "topk:0.001", "1bit-sgd", "ef-signsgd", "quantize:4", "qsgd:4bit"),
-    *("terngrad", "natural"),
-)
-GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
+MOMENTUM = "images:learning_rate=0.05,momentum=0.9"
+SIGNS = "images:learning_rate=0.002"
+OWN, SHORT = "row=0", "row=98,width=2"  # a tensor's own rows, as in the paper, or short ones
+FEW = f"arc:0.02,{SHORT}+ef14"
+# DGC as published: warm-up over a fifth of the steps, clipping.
+DGC = ("dgc:0.001,warmup={part}", "dgc:0.001,warmup={part},clip=8")
+NOTE = "ranks are threads of one process (benchmarks/one_process.py): figures of accuracy and bytes"
+
+
+class Way(NamedTuple):
+    """One method on one workload; `{part}` is a twentieth of the steps."""
+
+    workload: str
+    method: str
+    ranks: int = 4
+    seeds: int | None = None  # None for as many as were asked for
+    granularity: str = "bucket"
+    longer: int = 1  # times the steps
+
+
+def ways(workload: str, *methods: str, **options: Any) -> list[Way]:
+    return [Way(workload, method, **options) for method in methods]
+
+
+def sparse(ratio: str, feedback: str, *rows: str) -> list[str]:
+    """ARC-Top-K in rows of these lengths, Random-K and Top-K, with one feedback for all."""
+    compressors = (*(f"arc:{ratio},{row}" for row in rows), f"randomk:{ratio},shared=true")
+    return [f"{compressor}+{feedback}" for compressor in (*compressors, f"topk:{ratio}")]
+
+
+PARTS: dict[str, dict[str, list[Way]]] = {
     "images": {
-        "images": PLAIN,
-        "images:learning_rate=0.05,momentum=0.9": (
-            *("topk:0.01", "dgc:0.01", "dgc:0.001,warmup={epoch}", "powersgd:2"),
+        "arc": ways(
+            "images",
+            "ddp",
+            *sparse("0.02", "ef14", OWN, SHORT),
+            *sparse("0.05", "ef14", SHORT)[:2],
+            *sparse("0.05", "ef21m:0.1", OWN, SHORT),
         ),
-        "images:learning_rate=0.002": ("signsgd", "signum"),
+        "momentum": [
+            *ways(MOMENTUM, "ddp", "powersgd:4", *DGC),
+            *ways(MOMENTUM, DGC[0], granularity="tensor", seeds=1),
+        ],
+        "longer": ways(MOMENTUM, "ddp", DGC[1], longer=2),
+        "grid": ways(
+            "images",
+            *(f"arc:0.02,row={row},width=2+ef14" for row in (196, 64, 32)),
+            "arc:0.02,row=98,width=4+ef14",
+            *sparse("0.01", "ef14", SHORT)[:2],
+            *(f"arc:0.05,{OWN}+ef14", "topk:0.05+ef14"),
+            *sparse("0.2", "ef14", OWN)[:2],
+            *sparse("0.2", "ef21m:0.1", OWN)[:2],
+            *sparse("0.05", "ef21m:0.3", SHORT),
+            f"arc:0.05,{SHORT}+ef21m:1",
+            "none+ef21m:0.1",
+            *(f"warmup:30,(arc:0.02,{rows})+ef14" for rows in (OWN, SHORT)),
+            "warmup:30,(randomk:0.02,shared=true)+ef14",
+            seeds=1,
+        ),
+        "low rank": ways("images", "powersgd:4", "topk:0.01"),
+        "eight ranks": ways("images", "ddp", *sparse("0.02", "ef14", SHORT), ranks=8, seeds=1),
+        "others": [
+            *ways(
+                "images",
+                *("powersgd:2", "topk:0.001", "1bit-sgd", "ef-signsgd"),
+                *("quantize:4", "qsgd:4bit", "terngrad", "natural"),
+                seeds=1,
+            ),
+            *ways(SIGNS, "ddp", "signsgd", "signum", seeds=1),
+        ],
     },
-    "text": {"text": PLAIN},
+    "text": {
+        "arc": ways("text", "ddp", *sparse("0.05", "ef14", OWN), "powersgd:4"),
+        "grid": ways(
+            "text",
+            *(f"arc:0.05,row={row},width=2+ef14" for row in (64, 32)),
+            *sparse("0.2", "ef14", OWN)[:2],
+            *sparse("0.05", "ef21m:0.1", OWN),
+            f"warmup:{{part}},(arc:0.05,{OWN})+ef14",
+            "warmup:{part},(randomk:0.05,shared=true)+ef14",
+            "warmup:{part},(powersgd:4)+ef14",
+            seeds=1,
+        ),
+        "others": ways(
+            "text", "powersgd:2", "1bit-sgd", "quantize:4", "qsgd:4bit", "terngrad", seeds=1
+        ),
+    },
 }
-NOTE = "times of a step on loopback mean little: all ranks share this machine's cores"
+STEPS = {"images": 300, "text": 120}
 COST = (  # method, collective
     ("ddp", ""),
     ("torch:powersgd", ""),
@@ -62,58 +140,172 @@ COST = (  # method, collective
 )
 
 
-def compare(options: argparse.Namespace, workload: str, methods: tuple[str, ...]) -> Document:
-    steps = options.steps
-    settings = ComparisonSettings(
-        workload=workload,
-        methods=tuple(method.format(epoch=max(1, (steps or 300) // 15)) for method in methods),
-        baselines=("ddp",),
-        hosts=options.ranks,
-        links=(options.link,) * options.ranks,
-        steps=steps,
-        seeds=tuple(range(options.seeds)),
-        evaluations=1,
-        project=True,
-    )
-    comparison = Comparison(settings)
-    with shown(comparison.methods, options.seeds) as watcher:
-        return comparison.run(watcher, shlex.join(["python", *sys.argv]))
+class Task(NamedTuple):
+    """One training."""
+
+    workload: str
+    method: str
+    ranks: int
+    steps: int
+    seed: int
+    granularity: str
+
+    @property
+    def key(self) -> str:
+        return json.dumps(self)
 
 
-def rows_of(document: Document) -> list[dict[str, Any]]:
-    """What a method came to: its metric of each seed, and the megabytes that a rank sent in a step.
+def tasks_of(way: Way, options: argparse.Namespace) -> list[Task]:
+    steps = way.longer * (options.steps or STEPS[options.workload])
+    method = way.method.replace("{part}", str(max(1, steps // 20)))
+    seeds = options.seeds if way.seeds is None else min(way.seeds, options.seeds)
+    return [
+        Task(way.workload, method, way.ranks, steps, seed, way.granularity) for seed in range(seeds)
+    ]
 
-    Bytes are those that thinwire reports (counters of a loopback count what others do, too), and
-    for plain DDP those of a ring all-reduce.
+
+class Trainings:
+    """Trainings, each in a process of its own, some at a time.
+
+    Args:
+        progress: a file with a line for each training that is done, to go on from; of this commit.
+        command: what processes are started with, such as `nice`.
+        at_once: how many run beside each other.
+
+    Attributes:
+        resumed: how many were done before.
     """
-    settings = document.settings
-    size = settings.hosts
-    dense = 2 * (size - 1) / size * 4 * settings.parameters
+
+    def __init__(self, progress: Path | None, command: Sequence[str], at_once: int) -> None:
+        self._progress, self._command, self._at_once = progress, command, at_once
+        self._commit = versions()["commit"]
+        self._done: dict[str, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        if progress is not None and progress.exists():
+            for line in progress.read_text().splitlines():
+                found = json.loads(line)
+                if found["commit"] != self._commit:
+                    raise SystemExit(
+                        f"{progress} is of commit {found['commit']}: name another file"
+                    )
+                self._done[found["key"]] = found["row"]
+        self.resumed = 0
+
+    def run(self, tasks: Sequence[Task], console: Console) -> dict[str, dict[str, Any]]:
+        """What each came to, by its key."""
+        self.resumed = sum(task.key in self._done for task in tasks)
+        missing = [task for task in tasks if task.key not in self._done]
+        with (
+            Progress(
+                TextColumn("{task.description}"),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=console,
+            ) as shown,
+            ThreadPoolExecutor(self._at_once) as pool,
+        ):
+            bar = shown.add_task("trainings", total=len(missing))
+            try:
+                for task, row in pool.map(self._train, missing):
+                    shown.advance(bar)
+                    figure = f"{row['metric']:.4g}, {row['megabytes_a_step']:.4f} MB per step"
+                    console.print(
+                        f"{task.workload}, {task.method}, {task.ranks} ranks, seed {task.seed}: "
+                        f"{figure}"
+                    )
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return {task.key: self._done[task.key] for task in tasks}
+
+    def _train(self, task: Task) -> tuple[Task, dict[str, Any]]:
+        script = str(Path(__file__).with_name("one_process.py"))
+        argv = [*self._command, sys.executable, script, "--train", json.dumps(task._asdict())]
+        ended = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
+        if ended.returncode:
+            raise SystemExit(f"{task} ended with {ended.returncode}")
+        row = json.loads(ended.stdout.splitlines()[-1])
+        with self._lock:
+            self._done[task.key] = row
+            if self._progress is not None:
+                line = {"commit": self._commit, "key": task.key, "row": row}
+                with self._progress.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        return task, row
+
+
+def study(options: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], int]:
+    """What each method came to: its metric of each seed, the megabytes that a rank sent per step;
+    and how many trainings an earlier run had done."""
+    parts = PARTS[options.workload]
+    chosen = [way for name in options.parts or parts for way in parts[name]]
+    chosen = list(dict.fromkeys(chosen))
+    trainings = Trainings(options.progress, shlex.split(options.run_with), options.at_once)
+    planned = {way: tasks_of(way, options) for way in chosen}
+    # One seed of all of them first.
+    tasks = sorted((task for each in planned.values() for task in each), key=lambda t: t.seed)
+    found = trainings.run(tasks, console)
     rows = []
-    for method in document.methods:
-        runs = method.runs
-        sent = [run.bytes_reported / run.steps for run in runs if run.bytes_reported]
+    for way, own in planned.items():
+        runs = [found[task.key] for task in own]
         rows.append(
             {
-                "workload": settings.workload,
-                "unit": settings.metric,
-                "method": method.name,
-                "metric": [run.final_metric for run in runs],
-                "megabytes_a_step": (sum(sent) / len(sent) if sent else dense) / 1e6,
-                "step_ms": [1e3 * run.step_seconds for run in runs],
+                "workload": way.workload,
+                "unit": runs[0]["unit"],
+                "method": own[0].method,
+                "ranks": way.ranks,
+                "granularity": way.granularity,
+                "steps": own[0].steps,
+                "metric": [run["metric"] for run in runs],
+                "megabytes_a_step": sum(run["megabytes_a_step"] for run in runs) / len(runs),
             }
         )
-    return rows
+    return rows, trainings.resumed
+
+
+def targets_of(rows: list[dict[str, Any]]) -> list[Target]:
+    """For the images, as far as it was trained."""
+    four = [row for row in rows if row["ranks"] == 4 and row["granularity"] == "bucket"]
+    dense = {(r["workload"], r["steps"]): mean(r) for r in four if r["method"] == "ddp"}
+    known = {(row["workload"], row["method"]): mean(row) for row in four}
+    wanted = {("images", FEW): f"`{FEW}`", ("images", "powersgd:4"): "PowerSGD rank 4"}
+    wanted[MOMENTUM, "powersgd:4"] = "PowerSGD rank 4, momentum"
+    targets = []
+    for row in four:
+        what = wanted.get((row["workload"], row["method"]))
+        if row["method"].startswith("dgc:0.001"):
+            what = f"DGC as published (`{row['method']}`, {row['steps']} steps)"
+        best = dense.get((row["workload"], row["steps"]))
+        if what is not None and best is not None:
+            short = 100 * (best - mean(row)) / best
+            targets.append(Target.at_most(f"{what}: % below dense", short, 1.0))
+    for feedback in ("ef21m:0.1", "ef14"):
+        ours = known.get(("images", f"arc:0.05,{SHORT}+{feedback}"))
+        blind = known.get(("images", f"randomk:0.05,shared=true+{feedback}"))
+        if ours is not None and blind is not None:
+            what = f"ARC 5 % above Random-K 5 %, both {feedback}, points"
+            targets.append(Target(what, ours - blind, "> 0", ours > blind))
+    return targets
 
 
 def mean(row: dict[str, Any]) -> float:
     return float(sum(row["metric"]) / len(row["metric"]))
 
 
+def dense_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The dense training that one is to be compared with: the first of its workload and ranks."""
+    return next(
+        each
+        for each in rows
+        if (each["workload"], each["ranks"]) == (row["workload"], row["ranks"])
+    )
+
+
 def table_of(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="all from the same seeds, means over seeds")
     for column in (
         "workload",
+        "ranks",
         "method",
         rows[0]["unit"],
         "lowest",
@@ -123,11 +315,12 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     ):
         table.add_column(column, justify="left" if column in ("workload", "method") else "right")
     for row in rows:
-        dense = next(r for r in rows if r["workload"] == row["workload"])["megabytes_a_step"]
+        dense = dense_of(row, rows)["megabytes_a_step"]
         values = (mean(row), min(row["metric"]), max(row["metric"]))
         size = row["megabytes_a_step"]
         table.add_row(
             row["workload"],
+            str(row["ranks"]),
             row["method"],
             *(f"{value:.2f}" for value in values),
             f"{size:.4f}",
@@ -253,10 +446,14 @@ def cost(options: argparse.Namespace, console: Console) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workload", choices=tuple(GROUPS), default="images")
-    parser.add_argument("--ranks", type=int, default=4, help="ranks on this machine (4)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each method (3)")
-    parser.add_argument("--steps", type=int, help="steps of a run (the workload's own)")
+    parser.add_argument("--workload", choices=tuple(PARTS), default="images")
+    parser.add_argument("--parts", nargs="+", help="of the study (all)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of most methods (3)")
+    parser.add_argument("--steps", type=int, help="steps of a run (images: 300, text: 120)")
+    parser.add_argument("--at-once", type=int, default=2, help="trainings beside each other (2)")
+    parser.add_argument("--run-with", default="", help="what to start trainings with, as 'nice'")
+    parser.add_argument("--progress", type=Path, help="note here what is done, and go on from it")
+    parser.add_argument("--ranks", type=int, default=4, help="of --cost (4)")
     parser.add_argument("--cost", action="store_true", help="the time of a step in a lab instead")
     parser.add_argument("--link", default="100mbit", help="of the lab (100mbit)")
     parser.add_argument("--model", default="images:hidden=512", help="workload of --cost")
@@ -268,6 +465,9 @@ def main() -> int:
     if options.as_rank:
         rank_main(json.loads(options.as_rank.read_text()))
         return 0
+    unknown = set(options.parts or ()) - PARTS[options.workload].keys()
+    if unknown:
+        parser.error(f"--parts: there are {', '.join(PARTS[options.workload])}")
     if options.draw:
         if options.picture is None:
             parser.error("--draw needs --picture")
@@ -276,13 +476,14 @@ def main() -> int:
     console = Console(width=120)
     if options.cost:
         return cost(options, console)
-    groups = GROUPS[options.workload]
-    documents = [compare(options, workload, methods) for workload, methods in groups.items()]
-    rows = [row for document in documents for row in rows_of(document)]
+    rows, resumed = study(options, console)
     console.print(table_of(rows))
     if options.picture:
         draw([rows], options.picture)
-    return conclude(console, options, "thinwire.methods/1", rows, note=NOTE)
+    note = NOTE
+    if resumed:
+        note += f". Put together from several runs: {resumed} trainings are older"
+    return conclude(console, options, "thinwire.methods/2", rows, targets_of(rows), f"{note}.")
 
 
 if __name__ == "__main__":

@@ -590,31 +590,34 @@ def test_arc_never_sends_more_than_there_is(shape):
     assert tw.ARCTopK().sent(size) <= size.numel()
 
 
-# The study of the ARC paper, with all ranks in one loop
+# Studies of the order of methods, with all ranks in one loop
 
 
 NODES, BLOCKS, LENGTH = 10, 200, 10
-SHARE, STUDIED, RATE, CURVATURE = 0.05, 600, 1e-3, 15.0
+SHARE, NOISY, RATE = 0.05, 150, 1e-3
+SHIFT, COUPLING = 100.0, 5.0  # of the noisy blocks, of opposite signs in both halves of the nodes
 
 
-def study(choose: Callable[[np.ndarray, int], np.ndarray]) -> float:
-    """Distance to the best point after descent with momentum and error feedback, from cold.
+def distance(choose: Callable[[np.ndarray, int], np.ndarray]) -> float:
+    """The convex problem of the ARC paper: how far from the best point 1000 steps end.
 
-    Nodes' gradients are that of one quadratic, noise, and what differs from node to node: large, of
-    another sign in each step, and nothing in their mean. `choose` gives what nodes send.
+    Node i has |w_s - 1|^2 / 2 of one block, and the mean over 150 others of
+    |w_b - s_i (100 + 5 w_s)|^2 / 2, with s_i = 1 for half of the nodes and -1 for the rest: large
+    gradients that cancel out in the mean, and move as the one block does. Descent with EF21, of
+    gradients with a momentum of 0.5, all states zero at first. `choose` gives what nodes send.
     """
     rng = np.random.default_rng(42)
-    shape = (NODES, BLOCKS, LENGTH)
-    best, own = rng.normal(size=shape[1:]), rng.normal(size=shape)
-    own -= own.mean(0)
-    w, mean = np.zeros_like(best), np.zeros_like(best)
-    v, h = np.zeros(shape), np.zeros(shape)
-    for step in range(STUDIED):
-        g = CURVATURE * (w - best) + own * rng.choice([-1, 1], size=(1, BLOCKS, 1))
-        v = 0.5 * v + g + 1e-3 * rng.normal(size=shape)
-        c = choose(v - h, step)
-        h, mean = h + c, mean + c.mean(0)
-        w = w - RATE * mean
+    side = np.where(np.arange(NODES) < NODES // 2, 1.0, -1.0)[:, None, None]
+    best, w = np.zeros((2, BLOCKS, LENGTH))
+    best[NOISY] = (1 - COUPLING * SHIFT) / (1 + COUPLING**2)
+    g, v, h = np.zeros((3, NODES, BLOCKS, LENGTH))
+    for step in range(1000):
+        off = (w[:NOISY] - side * (SHIFT + COUPLING * w[NOISY])) / NOISY
+        g[:, :NOISY] = off
+        g[:, NOISY] = w[NOISY] - 1 - COUPLING * (side * off).sum(1)
+        v = 0.5 * v + g + 1e-3 * rng.normal(size=g.shape)
+        h = h + choose(v - h, step)
+        w = w - RATE * h.mean(0)
     return float(np.linalg.norm(w - best))
 
 
@@ -634,22 +637,79 @@ def by_find(compressor: tw.ARCTopK) -> Callable[[np.ndarray, int], np.ndarray]:
     return choose
 
 
-def test_the_study_of_the_paper_comes_out_in_its_order():
+def by_chance(count: int) -> Callable[[np.ndarray, int], np.ndarray]:
     rng = np.random.default_rng(0)
+    return lambda x, step: rows_only(x, rng.choice(x.shape[1], count, replace=False))
+
+
+def test_the_convex_problem_of_the_paper_comes_out_as_published():
+    """An independent implementation has 0.00090, 0.0019, 0.0026, 0.0031 and 0.058."""
     count = kept(BLOCKS, SHARE)
 
     def largest(x: np.ndarray, step: int) -> np.ndarray:
-        flat, found = x.reshape(NODES, -1), np.zeros((NODES, BLOCKS * LENGTH))
-        places = np.argpartition(-np.abs(flat), count * LENGTH, axis=1)[:, : count * LENGTH]
-        np.put_along_axis(found, places, np.take_along_axis(flat, places, 1), 1)
-        return found.reshape(x.shape)
+        found = np.zeros_like(x)
+        chosen = np.argpartition(-(x**2).sum(2), count, axis=1)[:, :count, None]
+        np.put_along_axis(found, chosen, np.take_along_axis(x, chosen, 1), 1)
+        return found
 
-    dense = study(lambda x, step: x)
-    exact, sketch = (study(by_find(arc(SHARE, width=2, exact=e))) for e in (True, False))
-    blind = study(lambda x, step: rows_only(x, rng.choice(BLOCKS, count, replace=False)))
-    local = study(largest)
-    assert dense < exact <= 1.1 * sketch, (dense, exact, sketch)
-    assert 1.2 * sketch < blind < local / 50, (sketch, blind, local)
+    dense = distance(lambda x, step: x)
+    exact, sketch = (distance(by_find(arc(SHARE, width=2, exact=e))) for e in (True, False))
+    blind, local = distance(by_chance(count)), distance(largest)
+    assert dense < exact < sketch < blind < local / 10, (dense, exact, sketch, blind, local)
+    # Other random numbers: a few per cent.
+    known = (0.00090, 0.0019, 0.0026, 0.0031, 0.058)
+    assert (dense, exact, sketch, blind, local) == pytest.approx(known, rel=0.15)
+
+
+def logistic(
+    choose: Callable[[np.ndarray, int], np.ndarray], feedback: str, rate: float = 0.5
+) -> float:
+    """The loss of a logistic regression whose nodes have different data: how large each group of
+    features is, and how frequent each label."""
+    rng = np.random.default_rng(7)
+    nodes, samples, rows, length, steps, decay, eta = 8, 40, 60, 10, 200, 1e-3, 0.3
+    size = rng.permutation(np.exp(-np.arange(rows) / 6)) * np.exp(
+        rng.normal(size=(nodes, rows)) / 2
+    )
+    x = rng.normal(size=(nodes, samples, rows * length)) * size.repeat(length, 1)[:, None]
+    odds = x @ rng.normal(size=rows * length) + np.linspace(-1, 1, nodes)[:, None]
+    y = np.where(rng.random((nodes, samples)) < 1 / (1 + np.exp(-odds)), 1.0, -1.0)
+    w, h, residual = np.zeros(rows * length), np.zeros(()), np.zeros(())
+    v = None
+    for step in range(steps):
+        g = -(x * (y / (1 + np.exp((x @ w) * y)))[:, :, None]).mean(1) + decay * w
+        g = g.reshape(nodes, rows, length)
+        if feedback == "ef14":
+            sent = choose(g + residual, step)
+            residual = g + residual - sent
+        elif v is None:
+            sent = v = h = g
+        else:
+            v = (1 - eta) * v + eta * g
+            sent = h = h + choose(v - h, step)
+        w = w - rate * sent.mean(0).reshape(-1)
+    return float(np.log1p(np.exp(-(x @ w) * y)).mean() + decay / 2 * w @ w)
+
+
+@pytest.mark.parametrize("feedback", ["ef14", "ef21m"])
+def test_where_nodes_differ_topk_and_arc_go_together_and_randomk_stays_behind(feedback):
+    """The same feedback and the same number of values for all: 2 rows of 60, or 20 elements."""
+    share = 2 / 60
+
+    def largest(x: np.ndarray, step: int) -> np.ndarray:
+        return np.stack([top(each.reshape(-1), share).reshape(each.shape) for each in x])
+
+    def elements_by_chance(x: np.ndarray, step: int) -> np.ndarray:
+        flat = x.reshape(len(x), -1, 1)
+        return random_elements(flat, step).reshape(x.shape)
+
+    random_elements = by_chance(20)
+    dense = logistic(lambda x, step: x, feedback)
+    ours, local = logistic(by_find(arc(share, width=2)), feedback), logistic(largest, feedback)
+    blind = logistic(elements_by_chance, feedback)
+    assert max(ours, local) < 1.02 * dense, (dense, ours, local)
+    assert ours == pytest.approx(local, rel=0.02)
+    assert blind > 1.2 * max(ours, local), (dense, ours, local, blind)
 
 
 # Methods by name

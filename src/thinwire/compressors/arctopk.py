@@ -29,8 +29,9 @@ class ARCTopK(JointCompressor):
         width: columns of the sketch; more estimate better and cost as many values for each row.
         exact: choose by the true norms of the mean's rows, at the cost of a dense all-reduce: what
             the sketch approximates, for studies.
-        row: elements of a row; by default the last dimension of a matrix, about two times the
-            square of the last dimension for tensors with more, and 64 for tensors with one.
+        row: elements of a row; 0, the default, for rows of the tensor's own: the last dimension of
+            a matrix, about two times the square of the last dimension for tensors with more, and 64
+            for tensors with one.
         least: tensors with fewer elements go uncompressed, in the first all-reduce.
 
     Example:
@@ -55,7 +56,7 @@ class ARCTopK(JointCompressor):
         object.__setattr__(self, "ratio", float(self.ratio))
         check.whole("ARCTopK", "width", self.width, 1)
         if self.row is not None:
-            check.whole("ARCTopK", "row", self.row, 1)
+            check.whole("ARCTopK", "row", self.row, 0)
         check.whole("ARCTopK", "least", self.least, 0)
         check.flag("ARCTopK", "exact", self.exact)
 
@@ -73,7 +74,7 @@ class ARCTopK(JointCompressor):
         return rows * (length if self.exact else self.width) + kept(rows, self.ratio) * length
 
     def _row_of(self, shape: torch.Size) -> int:
-        if self.row is not None:
+        if self.row:
             return self.row
         if len(shape) < 2:
             return FLAT_ROW

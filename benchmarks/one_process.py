@@ -1,0 +1,463 @@
+"""All ranks of a training in one process: what a method comes to, without the cost of processes.
+
+Ranks are threads that compute their gradients one after the other on one model and average them
+with thinwire's own reducers: policies, feedback, plans, compressors, keys, collectives and byte
+counts are those of a real training. Only the connections are not: a link here hands tensors from
+thread to thread. Buckets are those that DistributedDataParallel forms after its first step. Sums
+are formed in rank order where gloo has an order of its own, so figures agree with a real training
+to rounding at first, and later as two trainings agree that differ in rounding
+(`python benchmarks/one_process.py` compares the two).
+"""
+
+import argparse
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from harness import Target, conclude, read_options, run_ranks
+from rich.console import Console
+from torch import Tensor, nn
+
+from thinwire.collectives.connect import Members, Pulse
+from thinwire.collectives.link import Link
+from thinwire.compare.method import Method, read
+from thinwire.compressors import Compressor
+from thinwire.feedback import Feedback
+from thinwire.kernels.compiling import compile_kernels
+from thinwire.lab import Loopback
+from thinwire.parallel import Reducer
+from thinwire.parallel.model import described
+from thinwire.parallel.plan import Piece, PlannedExchange
+from thinwire.policies.base import Policy
+from thinwire.torch_internals import Backend
+from thinwire.workloads import Workload, workload
+
+LIMIT = timedelta(seconds=300)
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, of DistributedDataParallel
+MIN_NUMEL = 1024  # of `attach`
+# Relative difference of losses over a dozen steps: sums in another order round differently, and a
+# choice between two nearly equal elements or rows may come out otherwise.
+CLOSE = 1e-5
+
+
+class Meeting:
+    """Where threads show each other what they have."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=LIMIT.total_seconds())
+        self.shown: list[Any] = [None] * size
+
+    @contextmanager
+    def of_all(self, index: int, mine: Any) -> Iterator[list[Any]]:
+        """What all show; nobody goes on before everybody has looked."""
+        self.shown[index] = mine
+        self.barrier.wait()
+        yield self.shown
+        self.barrier.wait()
+
+
+class ThreadLink(Link):
+    """A link between threads, with the byte counts of one over gloo."""
+
+    def __init__(self, members: Members, meeting: Meeting) -> None:
+        self._meeting = meeting
+        super().__init__(members, LIMIT, lambda: False)
+
+    def _connect(self, limit: timedelta) -> None:
+        self._group = self._meeting
+
+    def _branch(self, *_: Any) -> Link:
+        return self
+
+    def close(self, farewell: bool = False) -> None:
+        self._meeting.barrier.abort()
+
+    def all_gather(self, mine: Tensor, limit: timedelta) -> Tensor:
+        size = self.members.size
+        moved = (size - 1) * mine.nbytes
+        self._count(moved, moved, 2 * (size - 1))
+        with self._meeting.of_all(self.members.index, mine) as shown:
+            return torch.cat(shown)
+
+    def all_reduce(self, tensor: Tensor, op: Any, limit: timedelta) -> None:
+        assert op == dist.ReduceOp.SUM
+        size = self.members.size
+        moved = 2 * (size - 1) * tensor.nbytes // size
+        self._count(moved, moved, 4 * (size - 1))
+        with self._meeting.of_all(self.members.index, tensor) as shown:
+            total = shown[0].clone()
+            for each in shown[1:]:
+                total.add_(each)
+        tensor.copy_(total)
+
+    def _post_all_to_all(
+        self,
+        out: Tensor,
+        outgoing: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        limit: timedelta,
+    ) -> Any:
+        me = self.members.index
+        mine = torch.split(outgoing, list(sent))
+        with self._meeting.of_all(me, mine) as shown:
+            for room, theirs in zip(torch.split(out, list(received)), shown, strict=True):
+                if room.numel():
+                    room[: theirs[me].numel()].copy_(theirs[me])
+
+    def _finish(self, limit: timedelta, *posted: Any) -> None:
+        pass
+
+
+class ThreadGroup:
+    """What a reducer takes for a process group, of one thread."""
+
+    group_name = "threads"
+
+    def __init__(self, index: int, size: int, meeting: Meeting) -> None:
+        self._index, self._size = index, size
+        backend = Backend("gloo", dist.HashStore(), None, LIMIT)
+        pulse = Pulse(dist.group.WORLD)
+        members = Members("threads", tuple(range(size)), index, backend, pulse)
+        self.channel = ThreadChannel(members, meeting)
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._index
+
+
+class ThreadChannel:
+    """Carries out each exchange at once."""
+
+    def __init__(self, members: Members, meeting: Meeting) -> None:
+        self.members, self.count = members, 0
+        self.logged: set[tuple[str, str]] = set()
+        self._link = ThreadLink(members, meeting)
+
+    def submit(self, exchange: Any) -> None:
+        link, account = self._link, exchange.handle.account
+        before = (link.bytes_sent, link.bytes_received, link.network_bytes)
+        self.count += 1
+        exchange.run(link, LIMIT)
+        account.bytes_sent = link.bytes_sent - before[0]
+        account.bytes_received = link.bytes_received - before[1]
+        account.network_bytes = link.network_bytes - before[2]
+        exchange.complete(link)
+        exchange.handle._end(None)
+
+    call = submit
+
+    def look_ahead(self, moving: Any) -> None:
+        pass
+
+
+class BucketReducer(Reducer):
+    """Averages gradients in the buckets of DistributedDataParallel, as `attach` does.
+
+    They come in the order of the mapping that `average` gets. In the first step they are one
+    bucket.
+    """
+
+    def __init__(
+        self, model: nn.Module, *args: Any, granularity: str = "bucket", **options: Any
+    ) -> None:
+        super().__init__(*args, min_numel=MIN_NUMEL, **options)
+        self._granularity = granularity
+        parameters = dict(model.named_parameters())
+        self._learn_tensors(described(model, parameters), parameters)
+
+    def _planned(self, tensors: Mapping[str, Tensor], together: bool) -> list[PlannedExchange]:
+        buckets = [list(self._parameters)] if self.step == 1 else buckets_of(tensors)
+        planner = self._planner(self._granularity)
+        plan: list[PlannedExchange] = []
+        for i, names in enumerate(buckets):
+            pieces = [Piece(name, tensors[name].nbytes, tensors[name].dtype) for name in names]
+            plan += planner.add(pieces, last=i == len(buckets) - 1)
+        return plan
+
+
+def buckets_of(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of the tensors in each bucket, when they come in this order."""
+    names = list(tensors)
+    places, _ = dist._compute_bucket_assignment_by_size(
+        list(tensors.values()), [FIRST_BUCKET, BUCKET]
+    )
+    return [[names[place] for place in bucket] for bucket in places]
+
+
+@contextmanager
+def threads_as_ranks() -> Iterator[None]:
+    """In which reducers take a `ThreadGroup`."""
+    begun = not dist.is_initialized()
+    if begun:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def channel_of(group: Any, device: torch.device) -> Any:
+        return group.channel
+
+    def compile_here(group: Any, device: torch.device, uses: Any) -> None:
+        compile_kernels(uses)
+
+    try:
+        with (
+            mock.patch("thinwire.collectives.exchange.process_group", lambda group: group),
+            mock.patch("thinwire.collectives.exchange.channel_of", channel_of),
+            mock.patch("thinwire.parallel.wire.compile_in", compile_here),
+        ):
+            yield
+    finally:
+        if begun:
+            dist.destroy_process_group()
+
+
+class Training:
+    """One training of a workload with one method on `ranks` threads from one seed.
+
+    Args:
+        compressor, feedback, granularity: as for `attach`; "ddp" for uncompressed.
+        evaluate_every: steps between two evaluations, which policies are told of; 0 for one at the
+            end.
+    """
+
+    def __init__(
+        self,
+        task: Workload,
+        compressor: Compressor | Policy | str,
+        feedback: Feedback | str = "auto",
+        *,
+        ranks: int = 4,
+        seed: int = 0,
+        steps: int | None = None,
+        granularity: str = "bucket",
+        evaluate_every: int = 0,
+    ) -> None:
+        self._task, self._ranks, self._seed = task, ranks, seed
+        self._steps = steps or task.default_steps
+        self._every = evaluate_every
+        self.model = task.model(seed)
+        self._named = dict(self.model.named_parameters())
+        self._order: list[str] = []  # in which gradients come
+        for name, parameter in self._named.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._note_order, name))
+        self.optimizer = task.optimizer(self.model)
+        meeting = Meeting(ranks)
+        self._meeting = meeting
+        self.reducers = [
+            BucketReducer(
+                self.model,
+                "none" if compressor == "ddp" else compressor,
+                feedback=feedback,
+                granularity=granularity,
+                group=ThreadGroup(rank, ranks, meeting),
+                seed=seed,
+                # The momentum of one optimizer is taken over once.
+                optimizer=self.optimizer if rank == 0 else task.optimizer(task.model(seed)),
+                measure_every=0,
+            )
+            for rank in range(ranks)
+        ]
+        self.losses: list[float] = []
+        self.evaluations: list[tuple[int, float]] = []
+
+    def run(self, on_step: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
+        """Train; the metric, the bytes that leave a rank per step, and the curve."""
+        task = self._task
+        schedule = task.schedule(self.optimizer, self._steps)
+        streams = [task.batches(rank, self._ranks, self._seed) for rank in range(self._ranks)]
+        with ThreadPoolExecutor(self._ranks) as pool:
+            for step in range(1, self._steps + 1):
+                gradients = [self._gradients(next(batches)) for batches in streams]
+                for done in [
+                    pool.submit(self._average, rank, own) for rank, own in enumerate(gradients)
+                ]:
+                    done.result()
+                for name, mean in gradients[0].items():
+                    self._named[name].grad = mean
+                self.optimizer.step()
+                schedule.step()
+                if step == self._steps or (self._every and step % self._every == 0):
+                    self.evaluations.append((step, task.evaluate(self.model)))
+                    self.reducers[0].observe(self.evaluations[-1][1])
+                on_step(step)
+        sent = self.reducers[0].stats()["total"]["network_bytes"]
+        return {
+            "metric": self.evaluations[-1][1],
+            "unit": task.metric,
+            "megabytes_a_step": sent / self._steps / 1e6,
+            "losses": [round(loss, 4) for loss in self.losses[:: max(1, self._steps // 30)]],
+            "evaluations": self.evaluations,
+            "decisions": [each._asdict() for each in self.reducers[0].decisions],
+        }
+
+    def _gradients(self, batch: Any) -> dict[str, Tensor]:
+        """Of one rank; the loss of the first one is noted."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self._task.loss(self.model, batch)
+        loss.backward()
+        if len(self.losses) == self.reducers[0].step:
+            self.losses.append(loss.item())
+        found = {name: self._named[name].grad for name in self._order}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def _note_order(self, name: str, _: Tensor) -> None:
+        if len(self._order) < len(self._named):
+            self._order.append(name)
+
+    def _average(self, rank: int, gradients: dict[str, Tensor]) -> None:
+        try:
+            self.reducers[rank].average(gradients)
+        except BaseException:
+            self._meeting.barrier.abort()
+            raise
+
+
+def train(
+    spec: str,
+    workload_spec: str,
+    *,
+    ranks: int = 4,
+    seed: int = 0,
+    steps: int | None = None,
+    granularity: str = "bucket",
+    evaluate_every: int = 0,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any]:
+    """What a method comes to that is written as for `thinwire compare`."""
+    torch.set_num_threads(1)
+    with threads_as_ranks():
+        training = Training(
+            workload(workload_spec),
+            *_given(read(spec)),
+            ranks=ranks,
+            seed=seed,
+            steps=steps,
+            granularity=granularity,
+            evaluate_every=evaluate_every,
+        )
+        return training.run(on_step)
+
+
+def _given(method: Method) -> tuple[Any, Any]:
+    """Compressor and feedback of a method, as `attach` takes them."""
+    if method.kind == "torch":
+        assert method.name == "ddp", f"{method.name} is no method of ours"
+        return "none", "auto"
+    if method.named:
+        return method.name, "auto"
+    return method.policy, method.feedback
+
+
+# The same in processes, to compare with.
+
+COMPARED = (
+    *("ddp", "topk:0.01+ef14", "arc:0.05+ef14", "arc:0.05+ef21m:0.1", "powersgd:4+ef14"),
+    *("randomk:0.05,shared=true+ef14", "1bit-sgd", "quantize:4+ef14", "warmup:5,(topk:0.01)+ef14"),
+)
+MOMENTUM = ("dgc:0.01,warmup=2,clip=4",)
+
+
+def rank_main(job: dict[str, Any]) -> None:
+    """What runs on each rank of a real training; rank 0 prints a line for each method."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from thinwire.compare.training import equip
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for workload_spec, spec in job["ways"]:
+        task, method = workload(workload_spec), read(spec)
+        model = DistributedDataParallel(task.model(job["seed"]))
+        optimizer = task.optimizer(model)
+        ours = {"seed": job["seed"], "optimizer": optimizer, "measure_every": 0}
+        wire = equip(model, method, **(ours if method.kind != "torch" else {}))
+        schedule = task.schedule(optimizer, job["steps"])
+        losses = []
+        for _, batch in zip(
+            range(job["steps"]), task.batches(rank, size, job["seed"]), strict=False
+        ):
+            optimizer.zero_grad()
+            loss = task.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        if rank == 0:
+            sent = None if wire is None else wire.stats()["total"]["network_bytes"] / job["steps"]
+            row = {"workload": workload_spec, "method": spec, "losses": losses, "bytes": sent}
+            print(json.dumps(row), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--workload", default="images", help="a bundled one (images)")
+    parser.add_argument("--ranks", type=int, default=4, help="of both (4)")
+    parser.add_argument("--steps", type=int, default=12, help="of both (12)")
+    parser.add_argument("--seed", type=int, default=0, help="of both (0)")
+    parser.add_argument("--train", type=json.loads, help="one training, as JSON: prints a line")
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    options = read_options(parser)
+    if options.as_rank:
+        rank_main(json.loads(options.as_rank.read_text()))
+        return 0
+    if options.train:
+        asked = dict(options.train)
+        print(json.dumps(train(asked.pop("method"), asked.pop("workload"), **asked)))
+        return 0
+    console = Console(width=110)
+    ways = [(options.workload, spec) for spec in COMPARED]
+    if options.workload.partition(":")[0] == "images":
+        ways += [("images:learning_rate=0.05,momentum=0.9", spec) for spec in MOMENTUM]
+    rows: list[dict[str, Any]] = []
+    with console.status("processes ...") as status:
+        job = {"ways": ways, "steps": options.steps, "seed": options.seed}
+
+        def on_row(row: dict[str, Any]) -> None:
+            rows.append(row)
+            status.update(f"processes: {row['method']}")
+
+        run_ranks(Loopback(options.ranks), __file__, job, on_row)
+        targets = []
+        torch.set_num_threads(1)
+        for row in rows:
+            status.update(f"threads: {row['method']}")
+            with threads_as_ranks():
+                training = Training(
+                    workload(row["workload"]),
+                    *_given(read(row["method"])),
+                    ranks=options.ranks,
+                    seed=options.seed,
+                    steps=options.steps,
+                )
+                found = training.run()
+            pairs = zip(row["losses"], training.losses, strict=True)
+            row["threads"] = training.losses
+            row["difference"] = max(abs(a - b) / abs(a) for a, b in pairs)
+            row["threads_bytes"] = 1e6 * found["megabytes_a_step"]
+            sizes = "" if row["bytes"] is None else f", {row['bytes']:.0f} bytes"
+            console.print(
+                f"{row['method']}: losses differ by at most {row['difference']:.1e}{sizes}, "
+                f"in threads {row['threads_bytes']:.0f}"
+            )
+            targets.append(
+                Target.at_most(f"{row['method']}: difference of losses", row["difference"], CLOSE)
+            )
+    return conclude(console, options, "thinwire.one-process/1", rows, targets)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
