@@ -19,24 +19,19 @@ and all ranks share this machine's cores.
 
 import argparse
 import json
-import shlex
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import Target, conclude, read_options, run_ranks
+from one_process import Task, Trainings, add_training_options
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from thinwire.lab import Lab
-from thinwire.machine import versions
 
 MOMENTUM = "images:learning_rate=0.05,momentum=0.9"
 SIGNS = "images:learning_rate=0.002"
@@ -140,21 +135,6 @@ COST = (  # method, collective
 )
 
 
-class Task(NamedTuple):
-    """One training."""
-
-    workload: str
-    method: str
-    ranks: int
-    steps: int
-    seed: int
-    granularity: str
-
-    @property
-    def key(self) -> str:
-        return json.dumps(self)
-
-
 def tasks_of(way: Way, options: argparse.Namespace) -> list[Task]:
     steps = way.longer * (options.steps or STEPS[options.workload])
     method = way.method.replace("{part}", str(max(1, steps // 20)))
@@ -164,83 +144,13 @@ def tasks_of(way: Way, options: argparse.Namespace) -> list[Task]:
     ]
 
 
-class Trainings:
-    """Trainings, each in a process of its own, some at a time.
-
-    Args:
-        progress: a file with a line for each training that is done, to go on from; of this commit.
-        command: what processes are started with, such as `nice`.
-        at_once: how many run beside each other.
-
-    Attributes:
-        resumed: how many were done before.
-    """
-
-    def __init__(self, progress: Path | None, command: Sequence[str], at_once: int) -> None:
-        self._progress, self._command, self._at_once = progress, command, at_once
-        self._commit = versions()["commit"]
-        self._done: dict[str, dict[str, Any]] = {}
-        self._lock = threading.Lock()
-        if progress is not None and progress.exists():
-            for line in progress.read_text().splitlines():
-                found = json.loads(line)
-                if found["commit"] != self._commit:
-                    raise SystemExit(
-                        f"{progress} is of commit {found['commit']}: name another file"
-                    )
-                self._done[found["key"]] = found["row"]
-        self.resumed = 0
-
-    def run(self, tasks: Sequence[Task], console: Console) -> dict[str, dict[str, Any]]:
-        """What each came to, by its key."""
-        self.resumed = sum(task.key in self._done for task in tasks)
-        missing = [task for task in tasks if task.key not in self._done]
-        with (
-            Progress(
-                TextColumn("{task.description}"),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                console=console,
-            ) as shown,
-            ThreadPoolExecutor(self._at_once) as pool,
-        ):
-            bar = shown.add_task("trainings", total=len(missing))
-            try:
-                for task, row in pool.map(self._train, missing):
-                    shown.advance(bar)
-                    figure = f"{row['metric']:.4g}, {row['megabytes_a_step']:.4f} MB per step"
-                    console.print(
-                        f"{task.workload}, {task.method}, {task.ranks} ranks, seed {task.seed}: "
-                        f"{figure}"
-                    )
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-        return {task.key: self._done[task.key] for task in tasks}
-
-    def _train(self, task: Task) -> tuple[Task, dict[str, Any]]:
-        script = str(Path(__file__).with_name("one_process.py"))
-        argv = [*self._command, sys.executable, script, "--train", json.dumps(task._asdict())]
-        ended = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
-        if ended.returncode:
-            raise SystemExit(f"{task} ended with {ended.returncode}")
-        row = json.loads(ended.stdout.splitlines()[-1])
-        with self._lock:
-            self._done[task.key] = row
-            if self._progress is not None:
-                line = {"commit": self._commit, "key": task.key, "row": row}
-                with self._progress.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-        return task, row
-
-
 def study(options: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], int]:
     """What each method came to: its metric of each seed, the megabytes that a rank sent per step;
     and how many trainings an earlier run had done."""
     parts = PARTS[options.workload]
     chosen = [way for name in options.parts or parts for way in parts[name]]
     chosen = list(dict.fromkeys(chosen))
-    trainings = Trainings(options.progress, shlex.split(options.run_with), options.at_once)
+    trainings = Trainings(options)
     planned = {way: tasks_of(way, options) for way in chosen}
     # One seed of all of them first.
     tasks = sorted((task for each in planned.values() for task in each), key=lambda t: t.seed)
@@ -369,8 +279,10 @@ def rank_main(job: dict[str, Any]) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from thinwire.compare.method import read
-    from thinwire.compare.training import ddp_options, equip, warm_up
+    from thinwire.compare.method import read, uses_of_method
+    from thinwire.compare.models import ddp_options
+    from thinwire.compare.training import equip
+    from thinwire.kernels.compiling import compile_kernels
     from thinwire.workloads import workload
 
     torch.set_num_threads(1)
@@ -381,7 +293,7 @@ def rank_main(job: dict[str, Any]) -> None:
     for spec, collective in COST:
         method = read(spec)
         model = DistributedDataParallel(task.model(0), **ddp_options(method))
-        warm_up(method)
+        compile_kernels(uses_of_method(method))
         ours = method.kind == "thinwire"
         equip(model, method, **({"collective": collective, "measure_every": 0} if ours else {}))
         ways.append((spec, collective, model, task.optimizer(model)))
@@ -450,9 +362,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", help="of the study (all)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of most methods (3)")
     parser.add_argument("--steps", type=int, help="steps of a run (images: 300, text: 120)")
-    parser.add_argument("--at-once", type=int, default=2, help="trainings beside each other (2)")
-    parser.add_argument("--run-with", default="", help="what to start trainings with, as 'nice'")
-    parser.add_argument("--progress", type=Path, help="note here what is done, and go on from it")
+    add_training_options(parser)
     parser.add_argument("--ranks", type=int, default=4, help="of --cost (4)")
     parser.add_argument("--cost", action="store_true", help="the time of a step in a lab instead")
     parser.add_argument("--link", default="100mbit", help="of the lab (100mbit)")

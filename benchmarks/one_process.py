@@ -11,6 +11,8 @@ to rounding at first, and later as two trainings agree that differ in rounding
 
 import argparse
 import json
+import shlex
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +21,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from harness import Target, conclude, read_options, run_ranks
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from thinwire.collectives.connect import Members, Pulse
@@ -35,6 +38,7 @@ from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback
 from thinwire.kernels.compiling import compile_kernels
 from thinwire.lab import Loopback
+from thinwire.machine import versions
 from thinwire.parallel import Reducer
 from thinwire.parallel.model import described
 from thinwire.parallel.plan import Piece, PlannedExchange
@@ -127,7 +131,9 @@ class ThreadGroup:
     def __init__(self, index: int, size: int, meeting: Meeting) -> None:
         self._index, self._size = index, size
         backend = Backend("gloo", dist.HashStore(), None, LIMIT)
-        pulse = Pulse(dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None, "threads_as_ranks has made it"
+        pulse = Pulse(world)
         members = Members("threads", tuple(range(size)), index, backend, pulse)
         self.channel = ThreadChannel(members, meeting)
 
@@ -144,10 +150,10 @@ class ThreadChannel:
     def __init__(self, members: Members, meeting: Meeting) -> None:
         self.members, self.count = members, 0
         self.logged: set[tuple[str, str]] = set()
-        self._link = ThreadLink(members, meeting)
+        self.link = ThreadLink(members, meeting)
 
     def submit(self, exchange: Any) -> None:
-        link, account = self._link, exchange.handle.account
+        link, account = self.link, exchange.handle.account
         before = (link.bytes_sent, link.bytes_received, link.network_bytes)
         self.count += 1
         exchange.run(link, LIMIT)
@@ -252,15 +258,16 @@ class Training:
         for name, parameter in self._named.items():
             parameter.register_post_accumulate_grad_hook(partial(self._note_order, name))
         self.optimizer = task.optimizer(self.model)
-        meeting = Meeting(ranks)
-        self._meeting = meeting
+        self._meeting = meeting = Meeting(ranks)
+        groups = [ThreadGroup(rank, ranks, meeting) for rank in range(ranks)]
+        self._link = groups[0].channel.link
         self.reducers = [
             BucketReducer(
                 self.model,
                 "none" if compressor == "ddp" else compressor,
                 feedback=feedback,
                 granularity=granularity,
-                group=ThreadGroup(rank, ranks, meeting),
+                group=groups[rank],
                 seed=seed,
                 # The momentum of one optimizer is taken over once.
                 optimizer=self.optimizer if rank == 0 else task.optimizer(task.model(seed)),
@@ -269,6 +276,7 @@ class Training:
             for rank in range(ranks)
         ]
         self.losses: list[float] = []
+        self.sent: list[int] = []  # bytes of the first rank, after each step
         self.evaluations: list[tuple[int, float]] = []
 
     def run(self, on_step: Callable[[int], None] = lambda step: None) -> dict[str, Any]:
@@ -287,6 +295,7 @@ class Training:
                     self._named[name].grad = mean
                 self.optimizer.step()
                 schedule.step()
+                self.sent.append(self._link.network_bytes)
                 if step == self._steps or (self._every and step % self._every == 0):
                     self.evaluations.append((step, task.evaluate(self.model)))
                     self.reducers[0].observe(self.evaluations[-1][1])
@@ -298,6 +307,7 @@ class Training:
             "megabytes_a_step": sent / self._steps / 1e6,
             "losses": [round(loss, 4) for loss in self.losses[:: max(1, self._steps // 30)]],
             "evaluations": self.evaluations,
+            "sent": self.sent if self._every else [],
             "decisions": [each._asdict() for each in self.reducers[0].decisions],
         }
 
@@ -357,6 +367,100 @@ def _given(method: Method) -> tuple[Any, Any]:
     if method.named:
         return method.name, "auto"
     return method.policy, method.feedback
+
+
+# Many of them.
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a benchmark that has `Trainings`."""
+    parser.add_argument("--at-once", type=int, default=2, help="trainings beside each other (2)")
+    parser.add_argument("--run-with", default="", help="what to start trainings with, as 'nice'")
+    parser.add_argument("--progress", type=Path, help="note here what is done, and go on from it")
+
+
+class Task(NamedTuple):
+    """One training."""
+
+    workload: str
+    method: str
+    ranks: int
+    steps: int
+    seed: int
+    granularity: str = "bucket"
+    evaluate_every: int = 0
+
+    @property
+    def key(self) -> str:
+        return json.dumps(self)
+
+
+class Trainings:
+    """Trainings, each in a process of its own, some at a time.
+
+    Args:
+        options: as `add_training_options` has them.
+
+    Attributes:
+        resumed: how many an earlier run had done.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._command, self._at_once = shlex.split(options.run_with), options.at_once
+        self._progress: Path | None = options.progress
+        self._commit = versions()["commit"]
+        self._done: dict[str, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        path = self._progress
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                found = json.loads(line)
+                if found["commit"] != self._commit:
+                    raise SystemExit(f"{path} is of commit {found['commit']}: name another file")
+                self._done[found["key"]] = found["row"]
+        self._before = frozenset(self._done)
+        self.resumed = 0
+
+    def run(self, tasks: Sequence[Task], console: Console) -> dict[str, dict[str, Any]]:
+        """What each came to, by its key."""
+        self.resumed += sum(task.key in self._before for task in tasks)
+        missing = [task for task in tasks if task.key not in self._done]
+        with (
+            Progress(
+                TextColumn("{task.description}"),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=console,
+            ) as shown,
+            ThreadPoolExecutor(self._at_once) as pool,
+        ):
+            bar = shown.add_task("trainings", total=len(missing))
+            try:
+                for task, row in pool.map(self._train, missing):
+                    shown.advance(bar)
+                    figure = f"{row['metric']:.4g}, {row['megabytes_a_step']:.4f} MB per step"
+                    console.print(
+                        f"{task.workload}, {task.method}, {task.ranks} ranks, seed {task.seed}: "
+                        f"{figure}"
+                    )
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return {task.key: self._done[task.key] for task in tasks}
+
+    def _train(self, task: Task) -> tuple[Task, dict[str, Any]]:
+        argv = [*self._command, sys.executable, __file__, "--train", json.dumps(task._asdict())]
+        ended = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
+        if ended.returncode:
+            raise SystemExit(f"{task} ended with {ended.returncode}")
+        row = json.loads(ended.stdout.splitlines()[-1])
+        with self._lock:
+            self._done[task.key] = row
+            if self._progress is not None:
+                line = {"commit": self._commit, "key": task.key, "row": row}
+                with self._progress.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+        return task, row
 
 
 # The same in processes, to compare with.
