@@ -19,6 +19,7 @@ and all ranks share this machine's cores.
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -69,35 +70,30 @@ PARTS: dict[str, dict[str, list[Way]]] = {
             "images",
             "ddp",
             *sparse("0.02", "ef14", OWN, SHORT),
-            *sparse("0.05", "ef14", SHORT)[:2],
-            *sparse("0.05", "ef21m:0.1", OWN, SHORT),
+            *sparse("0.05", "ef21m:0.1", SHORT),
         ),
         "momentum": [
-            *ways(MOMENTUM, "ddp", "powersgd:4", *DGC),
+            *ways(MOMENTUM, "ddp", "powersgd:4", DGC[1]),
+            *ways(MOMENTUM, DGC[0], seeds=1),
             *ways(MOMENTUM, DGC[0], granularity="tensor", seeds=1),
         ],
-        "longer": ways(MOMENTUM, "ddp", DGC[1], longer=2),
+        "low rank": ways("images", "powersgd:4"),
         "grid": ways(
             "images",
-            *(f"arc:0.02,row={row},width=2+ef14" for row in (196, 64, 32)),
-            "arc:0.02,row=98,width=4+ef14",
-            *sparse("0.01", "ef14", SHORT)[:2],
-            *(f"arc:0.05,{OWN}+ef14", "topk:0.05+ef14"),
-            *sparse("0.2", "ef14", OWN)[:2],
-            *sparse("0.2", "ef21m:0.1", OWN)[:2],
-            *sparse("0.05", "ef21m:0.3", SHORT),
-            f"arc:0.05,{SHORT}+ef21m:1",
-            "none+ef21m:0.1",
-            *(f"warmup:30,(arc:0.02,{rows})+ef14" for rows in (OWN, SHORT)),
+            *(f"arc:0.02,row={row},width=2+ef14" for row in (196, 64)),
+            *sparse("0.05", "ef14", SHORT)[:2],
+            f"arc:0.05,{OWN}+ef21m:0.1",
+            *sparse("0.05", "ef21m:0.3", SHORT)[:2],
+            f"warmup:30,(arc:0.02,{SHORT})+ef14",
             "warmup:30,(randomk:0.02,shared=true)+ef14",
             seeds=1,
         ),
-        "low rank": ways("images", "powersgd:4", "topk:0.01"),
+        "longer": ways(MOMENTUM, "ddp", DGC[1], longer=2, seeds=1),
         "eight ranks": ways("images", "ddp", *sparse("0.02", "ef14", SHORT), ranks=8, seeds=1),
         "others": [
             *ways(
                 "images",
-                *("powersgd:2", "topk:0.001", "1bit-sgd", "ef-signsgd"),
+                *("powersgd:2", "topk:0.01", "topk:0.001", "1bit-sgd", "ef-signsgd"),
                 *("quantize:4", "qsgd:4bit", "terngrad", "natural"),
                 seeds=1,
             ),
@@ -108,11 +104,9 @@ PARTS: dict[str, dict[str, list[Way]]] = {
         "arc": ways("text", "ddp", *sparse("0.05", "ef14", OWN), "powersgd:4"),
         "grid": ways(
             "text",
-            *(f"arc:0.05,row={row},width=2+ef14" for row in (64, 32)),
-            *sparse("0.2", "ef14", OWN)[:2],
-            *sparse("0.05", "ef21m:0.1", OWN),
+            "arc:0.05,row=64,width=2+ef14",
+            *sparse("0.05", "ef21m:0.1", OWN)[:2],
             f"warmup:{{part}},(arc:0.05,{OWN})+ef14",
-            "warmup:{part},(randomk:0.05,shared=true)+ef14",
             "warmup:{part},(powersgd:4)+ef14",
             seeds=1,
         ),
@@ -239,16 +233,25 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def drawn(row: dict[str, Any], first: dict[str, Any]) -> bool:
+    """Whether a row is in the picture, and not one of a grid or of another setting."""
+    alike = all(row[key] == first[key] for key in ("ranks", "steps", "granularity"))
+    rows = re.search(r"row=\d+", row["method"])
+    short = rows is None or rows[0] in (OWN, SHORT.partition(",")[0])
+    return alike and short and "ef21m" not in row["method"] and "warmup:" not in row["method"]
+
+
 def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
-    """The metric against bytes, means over seeds; a panel for each study."""
+    """The metric against bytes, means over seeds; a panel for each study, without its grids."""
     from thinwire.bench.picture import place_labels
     from thinwire.report.figure import INK, new_figure, settle
 
     figure = new_figure(9.0, 5.5 * len(panels))
     labels = []
-    for axes, rows in zip(
+    for axes, panel in zip(
         figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
     ):
+        rows = [row for row in panel if drawn(row, panel[0])]
         styles = zip(("#0072B2", "#D55E00", "#009E73"), ("o", "s", "^"), strict=True)
         looks = dict(zip(dict.fromkeys(row["workload"] for row in rows), styles, strict=False))
         points, names = [], []
@@ -258,7 +261,7 @@ def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
             point = (row["megabytes_a_step"], mean(row))
             axes.plot(*point, marker, color=color, ms=7, label=row["workload"] if new else "")
             points.append(point)
-            names.append(row["method"].replace("+ef14", "").replace("+ef21m", ""))
+            names.append(row["method"].replace("+ef14", "").replace(",shared=true", ""))
         axes.set_xscale("log")
         low, high = axes.get_ylim()
         if high - low > 15:  # plain SGD with the learning rate of signs hardly moves
@@ -268,7 +271,7 @@ def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
         axes.grid(visible=True, color=INK, alpha=0.15, lw=0.6)
         axes.legend(frameon=False, fontsize=8)
         labels.append((axes, points, names))
-    figure.suptitle("Accuracy against bytes, four ranks, means of three seeds")
+    figure.suptitle("Accuracy against bytes, four ranks, means over seeds")
     settle(figure, [lambda each=each: place_labels(*each, INK) for each in labels])
     figure.savefig(path, format="png", facecolor="white")
 
