@@ -36,7 +36,7 @@ from thinwire.lab import Lab
 
 MOMENTUM = "images:learning_rate=0.05,momentum=0.9"
 SIGNS = "images:learning_rate=0.002"
-OWN, SHORT = "row=0", "row=98,width=2"  # a tensor's own rows, as in the paper, or short ones
+OWN, SHORT = "row=0,width=4", "row=128,width=2"  # as in the paper, or our default
 FEW = f"arc:0.02,{SHORT}+ef14"
 # DGC as published: warm-up over a fifth of the steps, clipping.
 DGC = ("dgc:0.001,warmup={part}", "dgc:0.001,warmup={part},clip=8")
@@ -80,7 +80,7 @@ PARTS: dict[str, dict[str, list[Way]]] = {
         "low rank": ways("images", "powersgd:4"),
         "grid": ways(
             "images",
-            *(f"arc:0.02,row={row},width=2+ef14" for row in (196, 64)),
+            *(f"arc:0.02,row={row},width=2+ef14" for row in (196, 98, 64)),
             *sparse("0.05", "ef14", SHORT)[:2],
             f"arc:0.05,{OWN}+ef21m:0.1",
             *sparse("0.05", "ef21m:0.3", SHORT)[:2],
@@ -237,7 +237,7 @@ def drawn(row: dict[str, Any], first: dict[str, Any]) -> bool:
     """Whether a row is in the picture, and not one of a grid or of another setting."""
     alike = all(row[key] == first[key] for key in ("ranks", "steps", "granularity"))
     rows = re.search(r"row=\d+", row["method"])
-    short = rows is None or rows[0] in (OWN, SHORT.partition(",")[0])
+    short = rows is None or rows[0] in (each.partition(",")[0] for each in (OWN, SHORT))
     return alike and short and "ef21m" not in row["method"] and "warmup:" not in row["method"]
 
 
