@@ -287,10 +287,7 @@ class Training:
         with ThreadPoolExecutor(self._ranks) as pool:
             for step in range(1, self._steps + 1):
                 gradients = [self._gradients(next(batches)) for batches in streams]
-                for done in [
-                    pool.submit(self._average, rank, own) for rank, own in enumerate(gradients)
-                ]:
-                    done.result()
+                raise_cause(list(pool.map(self._average, range(self._ranks), gradients)))
                 for name, mean in gradients[0].items():
                     self._named[name].grad = mean
                 self.optimizer.step()
@@ -325,12 +322,21 @@ class Training:
         if len(self._order) < len(self._named):
             self._order.append(name)
 
-    def _average(self, rank: int, gradients: dict[str, Tensor]) -> None:
+    def _average(self, rank: int, gradients: dict[str, Tensor]) -> Exception | None:
         try:
             self.reducers[rank].average(gradients)
-        except BaseException:
-            self._meeting.barrier.abort()
-            raise
+        except Exception as error:
+            self._meeting.barrier.abort()  # the others wait in vain
+            return error
+        return None
+
+
+def raise_cause(errors: Sequence[Exception | None]) -> None:
+    """Raise what went wrong on a rank, if anything did, and not that others waited for it."""
+    found = [error for error in errors if error is not None]
+    found.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
+    if found:
+        raise found[0]
 
 
 def train(

@@ -249,7 +249,7 @@ def _followed(rows: list[dict[str, Any]], since: int) -> int:
 
 def accuracy(options: argparse.Namespace, console: Console) -> tuple[list[Any], list[Target]]:
     """Dense first, for its curve; then the policy with that as its target, and the fixed start."""
-    start, seeds = options.start, range(options.seeds)
+    start, seeds = options.first, range(options.seeds)
     steps, workload = options.steps or 300, options.workload or "images"
     trainings = Trainings(options)
 
@@ -374,7 +374,7 @@ def main() -> int:
     parser.add_argument("--fast", default="1gbit", help="rate, of link (1gbit)")
     parser.add_argument("--slow", default="20mbit", help="rate, of link (20mbit)")
     parser.add_argument("--strong", default="topk:0.01|quantize:4", help="compressor, of link")
-    parser.add_argument("--start", default="topk:0.0003", help="compressor, of accuracy")
+    parser.add_argument("--first", default="topk:0.0003", help="compressor, of accuracy")
     parser.add_argument("--band", type=float, default=0.25, help="in %%, of accuracy (0.25)")
     parser.add_argument("--uniform", default="topk:0.01", help="compressor, of layers")
     parser.add_argument("--budget", type=float, default=1.0, help="of error, of layers (1)")
