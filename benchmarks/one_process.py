@@ -6,7 +6,7 @@ counts are those of a real training. Only the connections are not: a link here h
 thread to thread. Buckets are those that DistributedDataParallel forms after its first step. Sums
 are formed in rank order where gloo has an order of its own, so figures agree with a real training
 to rounding at first, and later as two trainings agree that differ in rounding
-(`python benchmarks/one_process.py` compares the two).
+(`tests/test_one_process.py` compares the two).
 """
 
 import argparse
@@ -26,7 +26,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import Target, conclude, read_options, run_ranks
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
@@ -37,7 +36,6 @@ from thinwire.compare.method import Method, read
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback
 from thinwire.kernels.compiling import compile_kernels
-from thinwire.lab import Loopback
 from thinwire.machine import versions
 from thinwire.parallel import Reducer
 from thinwire.parallel.model import described
@@ -49,9 +47,6 @@ from thinwire.workloads import Workload, workload
 LIMIT = timedelta(seconds=300)
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, of DistributedDataParallel
 MIN_NUMEL = 1024  # of `attach`
-# Relative difference of losses over a dozen steps: sums in another order round differently, and a
-# choice between two nearly equal elements or rows may come out otherwise.
-CLOSE = 1e-5
 
 
 class Meeting:
@@ -469,104 +464,12 @@ class Trainings:
         return task, row
 
 
-# The same in processes, to compare with.
-
-COMPARED = (
-    *("ddp", "topk:0.01+ef14", "arc:0.05+ef14", "arc:0.05+ef21m:0.1", "powersgd:4+ef14"),
-    *("randomk:0.05,shared=true+ef14", "1bit-sgd", "quantize:4+ef14", "warmup:5,(topk:0.01)+ef14"),
-)
-MOMENTUM = ("dgc:0.01,warmup=2,clip=4",)
-
-
-def rank_main(job: dict[str, Any]) -> None:
-    """What runs on each rank of a real training; rank 0 prints a line for each method."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    from thinwire.compare.training import equip
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for workload_spec, spec in job["ways"]:
-        task, method = workload(workload_spec), read(spec)
-        model = DistributedDataParallel(task.model(job["seed"]))
-        optimizer = task.optimizer(model)
-        ours = {"seed": job["seed"], "optimizer": optimizer, "measure_every": 0}
-        wire = equip(model, method, **(ours if method.kind != "torch" else {}))
-        schedule = task.schedule(optimizer, job["steps"])
-        losses = []
-        for _, batch in zip(
-            range(job["steps"]), task.batches(rank, size, job["seed"]), strict=False
-        ):
-            optimizer.zero_grad()
-            loss = task.loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-        if rank == 0:
-            sent = None if wire is None else wire.stats()["total"]["network_bytes"] / job["steps"]
-            row = {"workload": workload_spec, "method": spec, "losses": losses, "bytes": sent}
-            print(json.dumps(row), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workload", default="images", help="a bundled one (images)")
-    parser.add_argument("--ranks", type=int, default=4, help="of both (4)")
-    parser.add_argument("--steps", type=int, default=12, help="of both (12)")
-    parser.add_argument("--seed", type=int, default=0, help="of both (0)")
-    parser.add_argument("--train", type=json.loads, help="one training, as JSON: prints a line")
-    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
-    options = read_options(parser)
-    if options.as_rank:
-        rank_main(json.loads(options.as_rank.read_text()))
-        return 0
-    if options.train:
-        asked = dict(options.train)
-        print(json.dumps(train(asked.pop("method"), asked.pop("workload"), **asked)))
-        return 0
-    console = Console(width=110)
-    ways = [(options.workload, spec) for spec in COMPARED]
-    if options.workload.partition(":")[0] == "images":
-        ways += [("images:learning_rate=0.05,momentum=0.9", spec) for spec in MOMENTUM]
-    rows: list[dict[str, Any]] = []
-    with console.status("processes ...") as status:
-        job = {"ways": ways, "steps": options.steps, "seed": options.seed}
-
-        def on_row(row: dict[str, Any]) -> None:
-            rows.append(row)
-            status.update(f"processes: {row['method']}")
-
-        run_ranks(Loopback(options.ranks), __file__, job, on_row)
-        targets = []
-        torch.set_num_threads(1)
-        for row in rows:
-            status.update(f"threads: {row['method']}")
-            with threads_as_ranks():
-                training = Training(
-                    workload(row["workload"]),
-                    *_given(read(row["method"])),
-                    ranks=options.ranks,
-                    seed=options.seed,
-                    steps=options.steps,
-                )
-                found = training.run()
-            pairs = zip(row["losses"], training.losses, strict=True)
-            row["threads"] = training.losses
-            row["difference"] = max(abs(a - b) / abs(a) for a, b in pairs)
-            row["threads_bytes"] = 1e6 * found["megabytes_a_step"]
-            sizes = "" if row["bytes"] is None else f", {row['bytes']:.0f} bytes"
-            console.print(
-                f"{row['method']}: losses differ by at most {row['difference']:.1e}{sizes}, "
-                f"in threads {row['threads_bytes']:.0f}"
-            )
-            targets.append(
-                Target.at_most(f"{row['method']}: difference of losses", row["difference"], CLOSE)
-            )
-    return conclude(console, options, "thinwire.one-process/1", rows, targets)
+    parser.add_argument("--train", type=json.loads, required=True, help="a `Task` as JSON")
+    asked = dict(parser.parse_args().train)
+    print(json.dumps(train(asked.pop("method"), asked.pop("workload"), **asked)))
+    return 0
 
 
 if __name__ == "__main__":

@@ -282,8 +282,7 @@ def accuracy(options: argparse.Namespace, console: Console) -> tuple[list[Any], 
         moved = statistics.fmean(sum(r["bytes"] for r in each["rows"]) for each in rows[i::3])
         table.add_row(rows[i]["policy"], f"{metric:.2f}", f"{moved / 1e6:.1f}")
     console.print(table)
-    if trainings.resumed:
-        console.print(f"{trainings.resumed} trainings are of an earlier run")
+    options.resumed = trainings.resumed
     if options.picture:
         draw_accuracy(rows, options.picture)
     short = 100 * (means[0] - means[1]) / means[0]
@@ -388,6 +387,8 @@ def main() -> int:
     console = Console(width=110)
     found, targets = STUDIES[options.study](options, console)
     note = "all hosts and ranks share this machine's cores"
+    if getattr(options, "resumed", 0):
+        note += f". Put together from several runs: {options.resumed} trainings are older"
     return conclude(console, options, f"thinwire.policies-{options.study}/1", found, targets, note)
 
 
