@@ -517,8 +517,7 @@ class Block(NamedTuple):
 
 
 BLOCKS: dict[str, Block] = {
-    "arc-images": Block(methods, "python benchmarks/methods.py --parts arc momentum grid"),
-    "arc-text": Block(methods, "python benchmarks/methods.py --workload text --parts arc"),
+    "arc-images": Block(methods, "python benchmarks/methods.py --parts arc"),
     "collectives": Block(collectives, "python benchmarks/collectives.py"),
     "compare-images": Block(comparison, "python benchmarks/compare.py"),
     "compare-text": Block(comparison, "python benchmarks/compare.py --workload text"),
