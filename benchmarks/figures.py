@@ -517,7 +517,7 @@ class Block(NamedTuple):
 
 
 BLOCKS: dict[str, Block] = {
-    "arc-images": Block(methods, "python benchmarks/methods.py --parts arc"),
+    "methods-study": Block(methods, "python benchmarks/methods.py --parts arc momentum"),
     "collectives": Block(collectives, "python benchmarks/collectives.py"),
     "compare-images": Block(comparison, "python benchmarks/compare.py"),
     "compare-text": Block(comparison, "python benchmarks/compare.py --workload text"),
