@@ -1,13 +1,16 @@
 """Accuracy against bytes for all named methods: the frontier.
 
-    python benchmarks/methods.py [--workload images] [--ranks 4] [--seeds 3] [--steps N]
+    python benchmarks/methods.py [--workload images] [--parts arc momentum ...] [--seeds 3]
+                                 [--steps N] [--progress FILE] [--run-with nice]
                                  [--out benchmarks/records/NAME.json] [--picture FILE.png]
     python benchmarks/methods.py --draw RECORD.json ... --picture FILE.png
     python benchmarks/methods.py --cost [--ranks 4] [--link 100mbit] [--rounds 15] [--out ...]
 
-Every method trains the same model from the same seeds on loopback: figures of accuracy and bytes,
-not of speed. Groups differ in the optimizer where a method asks for it: DGC is compared under
-momentum SGD, signs under a small learning rate, each with plain DDP beside it.
+Every method trains the same model from the same seeds, with all ranks in one process
+(`one_process.py`): figures of accuracy and bytes, not of speed. Groups differ in the optimizer
+where a method asks for it: DGC is compared under momentum SGD, signs under a small learning rate,
+each with plain DDP beside it. With --progress a run that was interrupted goes on where it was, on
+the same commit.
 
 With --cost: the time of a step in a lab instead, of ARC-Top-K against Top-K with gather, and of
 PowerSGD against PyTorch's hook. All candidates take turns; figures are medians of the slowest rank,
@@ -16,39 +19,103 @@ and all ranks share this machine's cores.
 
 import argparse
 import json
-import shlex
+import re
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import Target, conclude, read_options, run_ranks
+from one_process import Task, Trainings, add_training_options
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.compare.document import Document
-from thinwire.compare.run import Comparison, shown
-from thinwire.compare.settings import ComparisonSettings
 from thinwire.lab import Lab
 
-PLAIN = (
-    *("powersgd:2", "powersgd:4", "arc:0.05", "arc:0.2", "randomk:0.05,shared=true"),
-    *("topk:0.01", "topk:0.001", "1bit-sgd", "ef-signsgd", "quantize:4", "qsgd:4bit"),
-    *("terngrad", "natural"),
-)
-GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
+MOMENTUM = "images:learning_rate=0.05,momentum=0.9"
+SIGNS = "images:learning_rate=0.002"
+OWN, SHORT = "row=0,width=4", "row=128,width=2"  # as in the paper, or our default
+FEW = f"arc:0.02,{SHORT}+ef14"
+# DGC as published: warm-up over a fifth of the steps, clipping.
+DGC = ("dgc:0.001,warmup={part}", "dgc:0.001,warmup={part},clip=8")
+NOTE = "ranks are threads of one process (benchmarks/one_process.py): figures of accuracy and bytes"
+
+
+class Way(NamedTuple):
+    """One method on one workload; `{part}` is a twentieth of the steps."""
+
+    workload: str
+    method: str
+    ranks: int = 4
+    seeds: int | None = None  # None for as many as were asked for
+    granularity: str = "bucket"
+    longer: int = 1  # times the steps
+
+
+def ways(workload: str, *methods: str, **options: Any) -> list[Way]:
+    return [Way(workload, method, **options) for method in methods]
+
+
+def sparse(ratio: str, feedback: str, *rows: str) -> list[str]:
+    """ARC-Top-K in rows of these lengths, Random-K and Top-K, with one feedback for all."""
+    compressors = (*(f"arc:{ratio},{row}" for row in rows), f"randomk:{ratio},shared=true")
+    return [f"{compressor}+{feedback}" for compressor in (*compressors, f"topk:{ratio}")]
+
+
+PARTS: dict[str, dict[str, list[Way]]] = {
     "images": {
-        "images": PLAIN,
-        "images:learning_rate=0.05,momentum=0.9": (
-            *("topk:0.01", "dgc:0.01", "dgc:0.001,warmup={epoch}", "powersgd:2"),
+        "arc": ways(
+            "images",
+            "ddp",
+            *sparse("0.02", "ef14", OWN, SHORT),
+            *sparse("0.05", "ef21m:0.1", SHORT),
         ),
-        "images:learning_rate=0.002": ("signsgd", "signum"),
+        "momentum": [
+            *ways(MOMENTUM, "ddp", "powersgd:4", DGC[1]),
+            *ways(MOMENTUM, DGC[0], seeds=1),
+            *ways(MOMENTUM, DGC[0], granularity="tensor", seeds=1),
+        ],
+        "low rank": ways("images", "powersgd:4"),
+        "grid": ways(
+            "images",
+            *(f"arc:0.02,row={row},width=2+ef14" for row in (196, 98, 64)),
+            *sparse("0.05", "ef14", SHORT)[:2],
+            f"arc:0.05,{OWN}+ef21m:0.1",
+            *sparse("0.05", "ef21m:0.3", SHORT)[:2],
+            f"warmup:30,(arc:0.02,{SHORT})+ef14",
+            "warmup:30,(randomk:0.02,shared=true)+ef14",
+            seeds=1,
+        ),
+        "longer": ways(MOMENTUM, "ddp", DGC[1], longer=2, seeds=1),
+        "eight ranks": ways("images", "ddp", *sparse("0.02", "ef14", SHORT), ranks=8, seeds=1),
+        "others": [
+            *ways(
+                "images",
+                *("powersgd:2", "topk:0.01", "topk:0.001", "1bit-sgd", "ef-signsgd"),
+                *("quantize:4", "qsgd:4bit", "terngrad", "natural"),
+                seeds=1,
+            ),
+            *ways(SIGNS, "ddp", "signsgd", "signum", seeds=1),
+        ],
     },
-    "text": {"text": PLAIN},
+    "text": {
+        "arc": ways("text", "ddp", *sparse("0.05", "ef14", OWN), "powersgd:4"),
+        "grid": ways(
+            "text",
+            "arc:0.05,row=64,width=2+ef14",
+            *sparse("0.05", "ef21m:0.1", OWN)[:2],
+            f"warmup:{{part}},(arc:0.05,{OWN})+ef14",
+            "warmup:{part},(powersgd:4)+ef14",
+            seeds=1,
+        ),
+        "others": ways(
+            "text", "powersgd:2", "1bit-sgd", "quantize:4", "qsgd:4bit", "terngrad", seeds=1
+        ),
+    },
 }
-NOTE = "times of a step on loopback mean little: all ranks share this machine's cores"
+STEPS = {"images": 300, "text": 120}
 COST = (  # method, collective
     ("ddp", ""),
     ("torch:powersgd", ""),
@@ -62,58 +129,87 @@ COST = (  # method, collective
 )
 
 
-def compare(options: argparse.Namespace, workload: str, methods: tuple[str, ...]) -> Document:
-    steps = options.steps
-    settings = ComparisonSettings(
-        workload=workload,
-        methods=tuple(method.format(epoch=max(1, (steps or 300) // 15)) for method in methods),
-        baselines=("ddp",),
-        hosts=options.ranks,
-        links=(options.link,) * options.ranks,
-        steps=steps,
-        seeds=tuple(range(options.seeds)),
-        evaluations=1,
-        project=True,
-    )
-    comparison = Comparison(settings)
-    with shown(comparison.methods, options.seeds) as watcher:
-        return comparison.run(watcher, shlex.join(["python", *sys.argv]))
+def tasks_of(way: Way, options: argparse.Namespace) -> list[Task]:
+    steps = way.longer * (options.steps or STEPS[options.workload])
+    method = way.method.replace("{part}", str(max(1, steps // 20)))
+    seeds = options.seeds if way.seeds is None else min(way.seeds, options.seeds)
+    return [
+        Task(way.workload, method, way.ranks, steps, seed, way.granularity) for seed in range(seeds)
+    ]
 
 
-def rows_of(document: Document) -> list[dict[str, Any]]:
-    """What a method came to: its metric of each seed, and the megabytes that a rank sent in a step.
-
-    Bytes are those that thinwire reports (counters of a loopback count what others do, too), and
-    for plain DDP those of a ring all-reduce.
-    """
-    settings = document.settings
-    size = settings.hosts
-    dense = 2 * (size - 1) / size * 4 * settings.parameters
+def study(options: argparse.Namespace, console: Console) -> tuple[list[dict[str, Any]], int]:
+    """What each method came to: its metric of each seed, the megabytes that a rank sent per step;
+    and how many trainings an earlier run had done."""
+    parts = PARTS[options.workload]
+    chosen = [way for name in options.parts or parts for way in parts[name]]
+    chosen = list(dict.fromkeys(chosen))
+    trainings = Trainings(options)
+    planned = {way: tasks_of(way, options) for way in chosen}
+    # One seed of all of them first.
+    tasks = sorted((task for each in planned.values() for task in each), key=lambda t: t.seed)
+    found = trainings.run(tasks, console)
     rows = []
-    for method in document.methods:
-        runs = method.runs
-        sent = [run.bytes_reported / run.steps for run in runs if run.bytes_reported]
+    for way, own in planned.items():
+        runs = [found[task.key] for task in own]
         rows.append(
             {
-                "workload": settings.workload,
-                "unit": settings.metric,
-                "method": method.name,
-                "metric": [run.final_metric for run in runs],
-                "megabytes_a_step": (sum(sent) / len(sent) if sent else dense) / 1e6,
-                "step_ms": [1e3 * run.step_seconds for run in runs],
+                "workload": way.workload,
+                "unit": runs[0]["unit"],
+                "method": own[0].method,
+                "ranks": way.ranks,
+                "granularity": way.granularity,
+                "steps": own[0].steps,
+                "metric": [run["metric"] for run in runs],
+                "megabytes_a_step": sum(run["megabytes_a_step"] for run in runs) / len(runs),
             }
         )
-    return rows
+    return rows, trainings.resumed
+
+
+def targets_of(rows: list[dict[str, Any]]) -> list[Target]:
+    """For the images, as far as it was trained."""
+    four = [row for row in rows if row["ranks"] == 4 and row["granularity"] == "bucket"]
+    dense = {(r["workload"], r["steps"]): mean(r) for r in four if r["method"] == "ddp"}
+    known = {(row["workload"], row["method"]): mean(row) for row in four}
+    wanted = {("images", FEW): f"`{FEW}`", ("images", "powersgd:4"): "PowerSGD rank 4"}
+    wanted[MOMENTUM, "powersgd:4"] = "PowerSGD rank 4, momentum"
+    targets = []
+    for row in four:
+        what = wanted.get((row["workload"], row["method"]))
+        if row["method"].startswith("dgc:0.001"):
+            what = f"DGC as published (`{row['method']}`, {row['steps']} steps)"
+        best = dense.get((row["workload"], row["steps"]))
+        if what is not None and best is not None:
+            short = 100 * (best - mean(row)) / best
+            targets.append(Target.at_most(f"{what}: % below dense", short, 1.0))
+    for feedback in ("ef21m:0.1", "ef14"):
+        ours = known.get(("images", f"arc:0.05,{SHORT}+{feedback}"))
+        blind = known.get(("images", f"randomk:0.05,shared=true+{feedback}"))
+        if ours is not None and blind is not None:
+            what = f"ARC 5 % above Random-K 5 %, both {feedback}, points"
+            targets.append(Target(what, ours - blind, "> 0", ours > blind))
+    return targets
 
 
 def mean(row: dict[str, Any]) -> float:
     return float(sum(row["metric"]) / len(row["metric"]))
 
 
+def dense_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The dense training that one is to be compared with: the first of its workload and ranks."""
+    return next(
+        each
+        for each in rows
+        if (each["workload"], each["ranks"]) == (row["workload"], row["ranks"])
+    )
+
+
 def table_of(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="all from the same seeds, means over seeds")
     for column in (
         "workload",
+        "ranks",
         "method",
         rows[0]["unit"],
         "lowest",
@@ -123,11 +219,12 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     ):
         table.add_column(column, justify="left" if column in ("workload", "method") else "right")
     for row in rows:
-        dense = next(r for r in rows if r["workload"] == row["workload"])["megabytes_a_step"]
+        dense = dense_of(row, rows)["megabytes_a_step"]
         values = (mean(row), min(row["metric"]), max(row["metric"]))
         size = row["megabytes_a_step"]
         table.add_row(
             row["workload"],
+            str(row["ranks"]),
             row["method"],
             *(f"{value:.2f}" for value in values),
             f"{size:.4f}",
@@ -136,16 +233,25 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def drawn(row: dict[str, Any], first: dict[str, Any]) -> bool:
+    """Whether a row is in the picture, and not one of a grid or of another setting."""
+    alike = all(row[key] == first[key] for key in ("ranks", "steps", "granularity"))
+    rows = re.search(r"row=\d+", row["method"])
+    short = rows is None or rows[0] in (each.partition(",")[0] for each in (OWN, SHORT))
+    return alike and short and "ef21m" not in row["method"] and "warmup:" not in row["method"]
+
+
 def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
-    """The metric against bytes, means over seeds; a panel for each study."""
+    """The metric against bytes, means over seeds; a panel for each study, without its grids."""
     from thinwire.bench.picture import place_labels
     from thinwire.report.figure import INK, new_figure, settle
 
     figure = new_figure(9.0, 5.5 * len(panels))
     labels = []
-    for axes, rows in zip(
+    for axes, panel in zip(
         figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
     ):
+        rows = [row for row in panel if drawn(row, panel[0])]
         styles = zip(("#0072B2", "#D55E00", "#009E73"), ("o", "s", "^"), strict=True)
         looks = dict(zip(dict.fromkeys(row["workload"] for row in rows), styles, strict=False))
         points, names = [], []
@@ -155,7 +261,7 @@ def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
             point = (row["megabytes_a_step"], mean(row))
             axes.plot(*point, marker, color=color, ms=7, label=row["workload"] if new else "")
             points.append(point)
-            names.append(row["method"].replace("+ef14", "").replace("+ef21m", ""))
+            names.append(row["method"].replace("+ef14", "").replace(",shared=true", ""))
         axes.set_xscale("log")
         low, high = axes.get_ylim()
         if high - low > 15:  # plain SGD with the learning rate of signs hardly moves
@@ -165,7 +271,7 @@ def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
         axes.grid(visible=True, color=INK, alpha=0.15, lw=0.6)
         axes.legend(frameon=False, fontsize=8)
         labels.append((axes, points, names))
-    figure.suptitle("Accuracy against bytes, four ranks, means of three seeds")
+    figure.suptitle("Accuracy against bytes, four ranks, means over seeds")
     settle(figure, [lambda each=each: place_labels(*each, INK) for each in labels])
     figure.savefig(path, format="png", facecolor="white")
 
@@ -176,8 +282,10 @@ def rank_main(job: dict[str, Any]) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from thinwire.compare.method import read
-    from thinwire.compare.training import ddp_options, equip, warm_up
+    from thinwire.compare.method import read, uses_of_method
+    from thinwire.compare.models import ddp_options
+    from thinwire.compare.training import equip
+    from thinwire.kernels.compiling import compile_kernels
     from thinwire.workloads import workload
 
     torch.set_num_threads(1)
@@ -188,7 +296,7 @@ def rank_main(job: dict[str, Any]) -> None:
     for spec, collective in COST:
         method = read(spec)
         model = DistributedDataParallel(task.model(0), **ddp_options(method))
-        warm_up(method)
+        compile_kernels(uses_of_method(method))
         ours = method.kind == "thinwire"
         equip(model, method, **({"collective": collective, "measure_every": 0} if ours else {}))
         ways.append((spec, collective, model, task.optimizer(model)))
@@ -253,10 +361,12 @@ def cost(options: argparse.Namespace, console: Console) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--workload", choices=tuple(GROUPS), default="images")
-    parser.add_argument("--ranks", type=int, default=4, help="ranks on this machine (4)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each method (3)")
-    parser.add_argument("--steps", type=int, help="steps of a run (the workload's own)")
+    parser.add_argument("--workload", choices=tuple(PARTS), default="images")
+    parser.add_argument("--parts", nargs="+", help="of the study (all)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of most methods (3)")
+    parser.add_argument("--steps", type=int, help="steps of a run (images: 300, text: 120)")
+    add_training_options(parser)
+    parser.add_argument("--ranks", type=int, default=4, help="of --cost (4)")
     parser.add_argument("--cost", action="store_true", help="the time of a step in a lab instead")
     parser.add_argument("--link", default="100mbit", help="of the lab (100mbit)")
     parser.add_argument("--model", default="images:hidden=512", help="workload of --cost")
@@ -268,6 +378,9 @@ def main() -> int:
     if options.as_rank:
         rank_main(json.loads(options.as_rank.read_text()))
         return 0
+    unknown = set(options.parts or ()) - PARTS[options.workload].keys()
+    if unknown:
+        parser.error(f"--parts: there are {', '.join(PARTS[options.workload])}")
     if options.draw:
         if options.picture is None:
             parser.error("--draw needs --picture")
@@ -276,13 +389,14 @@ def main() -> int:
     console = Console(width=120)
     if options.cost:
         return cost(options, console)
-    groups = GROUPS[options.workload]
-    documents = [compare(options, workload, methods) for workload, methods in groups.items()]
-    rows = [row for document in documents for row in rows_of(document)]
+    rows, resumed = study(options, console)
     console.print(table_of(rows))
     if options.picture:
         draw([rows], options.picture)
-    return conclude(console, options, "thinwire.methods/1", rows, note=NOTE)
+    note = NOTE
+    if resumed:
+        note += f". Put together from several runs: {resumed} trainings are older"
+    return conclude(console, options, "thinwire.methods/2", rows, targets_of(rows), f"{note}.")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ link      Four hosts in network namespaces. Their links drop from --fast to --sl
           steps and come back after as many: dense, `bandwidth`, and an oracle that switches by
           hand at the right steps. Seconds of training; the machine's cores are shared by all.
 accuracy  `accuracy` begins far too strong and is told of a validation every 20 steps; wanted is the
-          curve of a dense training. On loopback: figures of accuracy, not of speed.
+          curve of a dense training. Ranks are threads of one process (`one_process.py`): figures of
+          accuracy, not of speed. With --progress it goes on where an earlier run was.
 layers    `Layerwise.solve` against the uniform setting it is to be as good as: bytes, the error
           ||p - C(p)||^2 really made, and the loss. On loopback.
 """
@@ -34,6 +35,7 @@ from typing import Any, ClassVar
 
 import torch
 from harness import Target, conclude, read_options, run_ranks
+from one_process import Task, Trainings, add_training_options
 from recording import write_record
 from rich.console import Console
 from rich.table import Table
@@ -107,7 +109,7 @@ class _Metered(Around):
             values = x.float() if residual is None else x + residual
             left = values.clone()
             zero = None if residual is None else torch.zeros_like(values)
-            choice.draft(values, residual=zero, key=Key(2, self._step)).add_to(left, -1.0)
+            choice.draft(values, residual=zero, key=Key(2, step)).add_to(left, -1.0)
             self.error += float(left.square().sum())
 
 
@@ -150,9 +152,6 @@ def rank_main(job: dict[str, Any]) -> None:
         row["bytes"], sent = total - sent, total
         row["error"] = getattr(getattr(wire._choices, "chooser", None), "error", 0.0)
         row["now"] = sorted({str(wire._choices.compressor_of(n)) for n in wire._choices.tensors})
-        if job.get("validate") and step % EVERY == 0 and rank == 0:  # one rank is enough
-            row["metric"] = task.evaluate(model.module)
-            wire.observe(row["metric"])
         if rank == 0:
             print(json.dumps(row), flush=True)
         if "go" in job and step % job["phase"] == 0:  # the links are changed now
@@ -391,39 +390,56 @@ def _followed(rows: list[dict[str, Any]], since: int) -> int:
 
 
 def accuracy(options: argparse.Namespace, console: Console) -> tuple[list[Any], list[Target]]:
-    found = []
-    loopback = Loopback(options.ranks)
-    for seed in range(options.seeds):
-        job = {
-            "workload": options.workload or "images",
-            "policy": "none",
-            "seed": seed,
-            "steps": options.steps or 300,
-            "validate": True,
+    """Dense first, for its curve; then the policy with that as its target, and the fixed start."""
+    start, seeds = options.first, range(options.seeds)
+    steps, workload = options.steps or 300, options.workload or "images"
+    trainings = Trainings(options)
+
+    def task(policy: str, seed: int) -> Task:
+        return Task(workload, policy, options.ranks, steps, seed, evaluate_every=EVERY)
+
+    dense = {seed: task("none", seed) for seed in seeds}
+    curves = trainings.run(list(dense.values()), console)
+    ours = {}
+    for seed in seeds:
+        points = curves[dense[seed].key]["evaluations"]
+        curve = "; ".join(f"{step}={value:.10g}" for step, value in points)
+        ours[seed] = task(f"accuracy:({start}),{options.band},({curve})", seed)
+    fixed = {seed: task(start, seed) for seed in seeds}
+    found = curves | trainings.run([*ours.values(), *fixed.values()], console)
+    rows = []
+    for seed in seeds:
+        ways = {
+            "none": dense[seed],
+            f"accuracy:({start}),{options.band},dense's curve": ours[seed],
+            start: fixed[seed],
         }
-        dense = train(job, loopback, console)
-        curve = [(row["step"], row["metric"]) for row in dense["rows"] if "metric" in row]
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(curve, file)
-            file.flush()
-            start = options.start
-            policy = f"accuracy:({start}),{options.band},{file.name}"
-            ours = train({**job, "policy": policy}, loopback, console)
-            ours["policy"] = f"accuracy:({start}),{options.band},dense's curve"
-        found += [dense, ours, train({**job, "policy": start}, loopback, console)]
-    ends = [each["rows"][-1]["metric"] for each in found]
-    dense, ours, fixed = (sum(ends[i::3]) / options.seeds for i in range(3))
+        rows += [_curve(name, each, found[each.key]) for name, each in ways.items()]
+    ends = [each["rows"][-1]["metric"] for each in rows]
+    means = [statistics.fmean(ends[i::3]) for i in range(3)]
     table = Table(title="accuracy in the end, means over seeds")
     for column in ("policy", "accuracy", "MB"):
         table.add_column(column, justify="left" if column == "policy" else "right")
-    for i, metric in enumerate((dense, ours, fixed)):
-        moved = sum(row["bytes"] for each in found[i::3] for row in each["rows"]) / options.seeds
-        table.add_row(found[i]["policy"], f"{metric:.2f}", f"{moved / 1e6:.1f}")
+    for i, metric in enumerate(means):
+        moved = statistics.fmean(sum(r["bytes"] for r in each["rows"]) for each in rows[i::3])
+        table.add_row(rows[i]["policy"], f"{metric:.2f}", f"{moved / 1e6:.1f}")
     console.print(table)
+    options.resumed = trainings.resumed
     if options.picture:
-        draw_accuracy(found, options.picture)
-    short = 100 * (dense - ours) / dense
-    return found, [Target.at_most("% below dense in the end", short, 0.5)]
+        draw_accuracy(rows, options.picture)
+    short = 100 * (means[0] - means[1]) / means[0]
+    return rows, [Target.at_most("% below dense in the end", short, 0.5)]
+
+
+def _curve(policy: str, task: Task, found: dict[str, Any]) -> dict[str, Any]:
+    """A training as the record has it: a row for each step."""
+    metrics = dict(found["evaluations"])
+    sizes = [b - a for a, b in pairwise([0, *found["sent"]])]
+    rows = [
+        {"step": step, "bytes": size} | ({"metric": metrics[step]} if step in metrics else {})
+        for step, size in enumerate(sizes, 1)
+    ]
+    return {"policy": policy, "seed": task.seed, "rows": rows, "decisions": found["decisions"]}
 
 
 def draw_accuracy(found: list[dict[str, Any]], path: Path) -> None:
@@ -500,10 +516,11 @@ def main() -> int:
     parser.add_argument("--fast", default="1gbit", help="rate, of link (1gbit)")
     parser.add_argument("--slow", default="20mbit", help="rate, of link (20mbit)")
     parser.add_argument("--strong", default="topk:0.01|quantize:4", help="compressor, of link")
-    parser.add_argument("--start", default="topk:0.0003", help="compressor, of accuracy")
+    parser.add_argument("--first", default="topk:0.0003", help="compressor, of accuracy")
     parser.add_argument("--band", type=float, default=0.25, help="in %%, of accuracy (0.25)")
     parser.add_argument("--uniform", default="topk:0.01", help="compressor, of layers")
     parser.add_argument("--budget", type=float, default=1.0, help="of error, of layers (1)")
+    add_training_options(parser)
     parser.add_argument("--picture", type=Path, help="draw accuracy's study as a PNG")
     parser.add_argument("--links", default=",".join(LINKS), help="of auto (%(default)s)")
     parser.add_argument("--seconds", type=float, help="begin no cell of auto later than this")
@@ -515,7 +532,10 @@ def main() -> int:
         return 0
     console = Console(width=110)
     found, targets = STUDIES[options.study](options, console)
-    return conclude(console, options, f"thinwire.policies-{options.study}/1", found, targets, NOTE)
+    note = NOTE
+    if getattr(options, "resumed", 0):
+        note += f". Put together from several runs: {options.resumed} trainings are older"
+    return conclude(console, options, f"thinwire.policies-{options.study}/1", found, targets, note)
 
 
 if __name__ == "__main__":

@@ -226,7 +226,8 @@ def test_powersgd_sees_matrices_that_are_worth_it(shape, expected):
 
 
 def arc(ratio: float = 0.2, **options: Any) -> tw.ARCTopK:
-    return tw.ARCTopK(ratio, **{"least": 0, **options})
+    """In rows of the tensor's own, as in the paper."""
+    return tw.ARCTopK(ratio, **{"least": 0, "row": 0, "width": 4, **options})
 
 
 def rows_of(kind: int, rng: np.random.Generator, ranks: int, rows: int, columns: int) -> np.ndarray:
@@ -368,8 +369,11 @@ def test_sketches_of_generic_rows_keep_their_share():
 @pytest.mark.parametrize(
     ("compressor", "shape", "expected"),
     [
-        (tw.ARCTopK(), (32, 40), (32, 40)),
+        (tw.ARCTopK(), (32, 40), (10, 128)),
+        (tw.ARCTopK(), (128, 3136), (3136, 128)),
+        (tw.ARCTopK(), (64, 32, 3, 3), (144, 128)),
         (tw.ARCTopK(), (32, 31), None),  # fewer than 1024 elements
+        (tw.ARCTopK(row=0), (32, 40), (32, 40)),
         (arc(), (32, 31), (32, 31)),
         (arc(), (64, 16, 3, 3), (512, 18)),
         (arc(), (5, 7, 3), (6, 18)),  # the last row is filled up
@@ -444,7 +448,7 @@ def test_what_all_ranks_find_together_cannot_be_a_stage(spec):
         (lambda: tw.ARCTopK(0), "ARCTopK: ratio must be in (0, 1], got 0"),
         (lambda: tw.ARCTopK(1.1), "ARCTopK: ratio must be in (0, 1], got 1.1"),
         (lambda: tw.ARCTopK(0.1, 0), "ARCTopK: width must be a whole number from 1, got 0"),
-        (lambda: tw.ARCTopK(row=0), "ARCTopK: row must be a whole number from 1, got 0"),
+        (lambda: tw.ARCTopK(row=-1), "ARCTopK: row must be a whole number from 0, got -1"),
         (lambda: tw.ARCTopK(least=-1), "ARCTopK: least must be a whole number from 0, got -1"),
         (lambda: tw.ARCTopK(exact=1), "ARCTopK: exact must be True or False, got 1"),
         (lambda: tw.feedback.DGC(1.0), "DGC: momentum must be in [0, 1), got 1.0"),
@@ -471,7 +475,7 @@ specs = st.one_of(
         st.floats(1e-9, 1),
         st.integers(1, 64),
         st.booleans(),
-        st.none() | st.integers(1, 999),
+        st.integers(0, 999),
         st.integers(0, 9999),
     ),
 )
@@ -491,11 +495,11 @@ def test_specs_lead_back(compressor, feedback):
 
 def test_auto_is_what_the_papers_use():
     assert feedback_for(tw.PowerSGD(), "auto") == tw.feedback.EF14()
-    assert feedback_for(tw.ARCTopK(), "auto") == tw.feedback.EF21M()
+    assert feedback_for(tw.ARCTopK(), "auto") == tw.feedback.EF14()
     assert feedback_for(tw.ARCTopK(), "ef14:0.5") == tw.feedback.EF14(0.5)
     assert tw.Reducer("powersgd").feedback == tw.feedback.EF14()
-    assert tw.Reducer("arc").feedback == tw.feedback.EF21M()
-    assert "feedback='ef21m'" in repr(tw.Reducer("arc"))
+    assert tw.Reducer("arc").feedback == tw.feedback.EF14()
+    assert "feedback='ef14'" in repr(tw.Reducer("arc"))
 
 
 def is_joint(planned: PlannedExchange) -> bool:
@@ -590,31 +594,34 @@ def test_arc_never_sends_more_than_there_is(shape):
     assert tw.ARCTopK().sent(size) <= size.numel()
 
 
-# The study of the ARC paper, with all ranks in one loop
+# Studies of the order of methods, with all ranks in one loop
 
 
 NODES, BLOCKS, LENGTH = 10, 200, 10
-SHARE, STUDIED, RATE, CURVATURE = 0.05, 600, 1e-3, 15.0
+SHARE, NOISY, RATE = 0.05, 150, 1e-3
+SHIFT, COUPLING = 100.0, 5.0  # of the noisy blocks, of opposite signs in both halves of the nodes
 
 
-def study(choose: Callable[[np.ndarray, int], np.ndarray]) -> float:
-    """Distance to the best point after descent with momentum and error feedback, from cold.
+def distance(choose: Callable[[np.ndarray, int], np.ndarray]) -> float:
+    """The convex problem of the ARC paper: how far from the best point 1000 steps end.
 
-    Nodes' gradients are that of one quadratic, noise, and what differs from node to node: large, of
-    another sign in each step, and nothing in their mean. `choose` gives what nodes send.
+    Node i has |w_s - 1|^2 / 2 of one block, and the mean over 150 others of
+    |w_b - s_i (100 + 5 w_s)|^2 / 2, with s_i = 1 for half of the nodes and -1 for the rest: large
+    gradients that cancel out in the mean, and move as the one block does. Descent with EF21, of
+    gradients with a momentum of 0.5, all states zero at first. `choose` gives what nodes send.
     """
     rng = np.random.default_rng(42)
-    shape = (NODES, BLOCKS, LENGTH)
-    best, own = rng.normal(size=shape[1:]), rng.normal(size=shape)
-    own -= own.mean(0)
-    w, mean = np.zeros_like(best), np.zeros_like(best)
-    v, h = np.zeros(shape), np.zeros(shape)
-    for step in range(STUDIED):
-        g = CURVATURE * (w - best) + own * rng.choice([-1, 1], size=(1, BLOCKS, 1))
-        v = 0.5 * v + g + 1e-3 * rng.normal(size=shape)
-        c = choose(v - h, step)
-        h, mean = h + c, mean + c.mean(0)
-        w = w - RATE * mean
+    side = np.where(np.arange(NODES) < NODES // 2, 1.0, -1.0)[:, None, None]
+    best, w = np.zeros((2, BLOCKS, LENGTH))
+    best[NOISY] = (1 - COUPLING * SHIFT) / (1 + COUPLING**2)
+    g, v, h = np.zeros((3, NODES, BLOCKS, LENGTH))
+    for step in range(1000):
+        off = (w[:NOISY] - side * (SHIFT + COUPLING * w[NOISY])) / NOISY
+        g[:, :NOISY] = off
+        g[:, NOISY] = w[NOISY] - 1 - COUPLING * (side * off).sum(1)
+        v = 0.5 * v + g + 1e-3 * rng.normal(size=g.shape)
+        h = h + choose(v - h, step)
+        w = w - RATE * h.mean(0)
     return float(np.linalg.norm(w - best))
 
 
@@ -634,22 +641,79 @@ def by_find(compressor: tw.ARCTopK) -> Callable[[np.ndarray, int], np.ndarray]:
     return choose
 
 
-def test_the_study_of_the_paper_comes_out_in_its_order():
+def by_chance(count: int) -> Callable[[np.ndarray, int], np.ndarray]:
     rng = np.random.default_rng(0)
+    return lambda x, step: rows_only(x, rng.choice(x.shape[1], count, replace=False))
+
+
+def test_the_convex_problem_of_the_paper_comes_out_in_its_order():
+    """An independent implementation has 0.00090, 0.0019, 0.0026, 0.0031 and 0.058."""
     count = kept(BLOCKS, SHARE)
 
     def largest(x: np.ndarray, step: int) -> np.ndarray:
-        flat, found = x.reshape(NODES, -1), np.zeros((NODES, BLOCKS * LENGTH))
-        places = np.argpartition(-np.abs(flat), count * LENGTH, axis=1)[:, : count * LENGTH]
-        np.put_along_axis(found, places, np.take_along_axis(flat, places, 1), 1)
-        return found.reshape(x.shape)
+        found = np.zeros_like(x)
+        chosen = np.argpartition(-(x**2).sum(2), count, axis=1)[:, :count, None]
+        np.put_along_axis(found, chosen, np.take_along_axis(x, chosen, 1), 1)
+        return found
 
-    dense = study(lambda x, step: x)
-    exact, sketch = (study(by_find(arc(SHARE, width=2, exact=e))) for e in (True, False))
-    blind = study(lambda x, step: rows_only(x, rng.choice(BLOCKS, count, replace=False)))
-    local = study(largest)
-    assert dense < exact <= 1.1 * sketch, (dense, exact, sketch)
-    assert 1.2 * sketch < blind < local / 50, (sketch, blind, local)
+    dense = distance(lambda x, step: x)
+    exact, sketch = (distance(by_find(arc(SHARE, width=2, exact=e))) for e in (True, False))
+    blind, local = distance(by_chance(count)), distance(largest)
+    assert dense < exact < sketch < blind < local / 10, (dense, exact, sketch, blind, local)
+    # Other random numbers: a few per cent.
+    known = (0.00090, 0.0019, 0.0026, 0.0031, 0.058)
+    assert (dense, exact, sketch, blind, local) == pytest.approx(known, rel=0.15)
+
+
+def logistic(
+    choose: Callable[[np.ndarray, int], np.ndarray], feedback: str, rate: float = 0.5
+) -> float:
+    """The loss of a logistic regression whose nodes have different data: how large each group of
+    features is, and how frequent each label."""
+    rng = np.random.default_rng(7)
+    nodes, samples, rows, length, steps, decay, eta = 8, 40, 60, 10, 200, 1e-3, 0.3
+    size = rng.permutation(np.exp(-np.arange(rows) / 6)) * np.exp(
+        rng.normal(size=(nodes, rows)) / 2
+    )
+    x = rng.normal(size=(nodes, samples, rows * length)) * size.repeat(length, 1)[:, None]
+    odds = x @ rng.normal(size=rows * length) + np.linspace(-1, 1, nodes)[:, None]
+    y = np.where(rng.random((nodes, samples)) < 1 / (1 + np.exp(-odds)), 1.0, -1.0)
+    w, h, residual = np.zeros(rows * length), np.zeros(()), np.zeros(())
+    v = None
+    for step in range(steps):
+        g = -(x * (y / (1 + np.exp((x @ w) * y)))[:, :, None]).mean(1) + decay * w
+        g = g.reshape(nodes, rows, length)
+        if feedback == "ef14":
+            sent = choose(g + residual, step)
+            residual = g + residual - sent
+        elif v is None:
+            sent = v = h = g
+        else:
+            v = (1 - eta) * v + eta * g
+            sent = h = h + choose(v - h, step)
+        w = w - rate * sent.mean(0).reshape(-1)
+    return float(np.log1p(np.exp(-(x @ w) * y)).mean() + decay / 2 * w @ w)
+
+
+@pytest.mark.parametrize("feedback", ["ef14", "ef21m"])
+def test_where_nodes_differ_topk_and_arc_go_together_and_randomk_stays_behind(feedback):
+    """The same feedback and the same number of values for all: 2 rows of 60, or 20 elements."""
+    share = 2 / 60
+
+    def largest(x: np.ndarray, step: int) -> np.ndarray:
+        return np.stack([top(each.reshape(-1), share).reshape(each.shape) for each in x])
+
+    def elements_by_chance(x: np.ndarray, step: int) -> np.ndarray:
+        flat = x.reshape(len(x), -1, 1)
+        return random_elements(flat, step).reshape(x.shape)
+
+    random_elements = by_chance(20)
+    dense = logistic(lambda x, step: x, feedback)
+    ours, local = logistic(by_find(arc(share, width=2)), feedback), logistic(largest, feedback)
+    blind = logistic(elements_by_chance, feedback)
+    assert max(ours, local) < 1.02 * dense, (dense, ours, local)
+    assert ours == pytest.approx(local, rel=0.02)
+    assert blind > 1.2 * max(ours, local), (dense, ours, local, blind)
 
 
 # Methods by name
@@ -965,10 +1029,10 @@ def test_named_methods_can_be_compared():
         assert method.named
         assert read(method.name) == method
         assert recipe_of(method.name) is not None
-    for spec, name in (("powersgd", "powersgd+ef14"), ("arc:0.1", "arc:0.1+ef21m")):
+    for spec, name in (("powersgd", "powersgd+ef14"), ("arc:0.1", "arc:0.1+ef14")):
         method = read(spec)
         assert (method.name, method.named) == (name, False)
-    assert str(read("arc:0.1+ef14").feedback) == "ef14"
+    assert str(read("arc:0.1+ef21m:0.2").feedback) == "ef21m:0.2"
 
 
 @pytest.mark.parametrize(

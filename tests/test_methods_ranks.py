@@ -102,9 +102,9 @@ CASES = [
     Case("onebit", "ef14", "twoshot", 3),
     Case("powersgd:2", "ef14", "auto", 3, (24, 18)),
     Case("powersgd:3,iterations=2", "ef14", "auto", 2, (18, 40)),
-    Case("arc:0.2,least=0", "ef21m:0.3", "joint", 3, (30, 12)),
-    Case("arc:0.2,exact=true,least=0", "ef21m:0.3", "joint", 2, (30, 12)),
-    Case("arc:0.3,2,least=0", "ef21m:0.3", "joint", 2, (7, 5, 3)),  # 105 elements, 6 rows of 18
+    Case("arc:0.2,least=0,row=0", "ef21m:0.3", "joint", 3, (30, 12)),
+    Case("arc:0.2,exact=true,least=0,row=0", "ef21m:0.3", "joint", 2, (30, 12)),
+    Case("arc:0.3,2,least=0,row=0", "ef21m:0.3", "joint", 2, (7, 5, 3)),  # 6 rows of 18
     Case("arc:0.3,least=0,row=11", "ef21m:0.3", "joint", 3, (13, 9)),
 ]
 
@@ -381,7 +381,10 @@ def several(seed: int) -> dict[str, Tensor]:
     }
 
 
-SPECS = ["powersgd:2", "powersgd:2,iterations=2", "arc:0.3,least=100", "arc:0.3,exact=true,row=7"]
+SPECS = [
+    *("powersgd:2", "powersgd:2,iterations=2"),
+    *("arc:0.3,least=100,row=0", "arc:0.3,exact=true,row=7"),
+]
 
 
 def bound_of(x: Tensor, mass: Tensor, result: Tensor) -> Tensor:
@@ -567,7 +570,7 @@ def on_powersgd_works_at_any_scale() -> None:
 
 @law(2)
 def on_what_is_finite_never_makes_a_residual_that_is_not() -> None:
-    for spec in ("powersgd:2", "arc:0.2,least=0"):
+    for spec in ("powersgd:2", "arc:0.2,least=0,row=0"):
         for top in (3e38, 1e38):
             x, residual = torch.full((40, 30), top), torch.zeros(40, 30)
             tw.all_reduce(x, spec, residual=residual, op="avg", timeout=TIMEOUT)
@@ -654,7 +657,7 @@ def on_arc_keeps_its_share_of_the_mean() -> None:
     for seed, ratio in enumerate((0.05, 0.2, 0.5, 1.0)):
         x = mine(1200, seed, torch.float64).view(60, 20)
         mean = total(x) / size
-        tw.all_reduce(x, f"arc:{ratio},exact=true", op="avg", timeout=TIMEOUT)
+        tw.all_reduce(x, f"arc:{ratio},exact=true,row=20", op="avg", timeout=TIMEOUT)
         error, energy = (x - mean).square().sum(), mean.square().sum()
         assert error <= (1 - ratio) * energy + 1e-12 * energy
         assert int(x.any(1).sum()) == round(60 * ratio)
@@ -676,8 +679,7 @@ def on_arc_finds_what_topk_cannot() -> None:
 @law(2, 3)
 def on_ef21m_with_arc_keeps_the_mean_of_all_h() -> None:
     size = dist.get_world_size()
-    model, wire = wired("arc:0.2,least=100", measure_every=0)
-    assert wire._reducer.feedback == tw.feedback.EF21M()
+    model, wire = wired("arc:0.2,least=100,row=0", feedback="ef21m", measure_every=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         train(model, range(step, step + 1), optimizer)
@@ -705,7 +707,7 @@ def bare(seed: int = 0) -> nn.Module:
 
 @law(2)
 def on_joint_compressors_take_one_exchange_a_step() -> None:
-    for spec in ("powersgd:2", "arc:0.2,least=0"):
+    for spec in ("powersgd:2", "arc:0.2,least=0,row=0"):
         for cap in (0.001, 25):
             for inner in (bare(), net()):  # vectors travel with them
                 model, wire = wired(spec, inner=inner, ddp={"bucket_cap_mb": cap})
@@ -926,7 +928,8 @@ def session(spec: str) -> tuple[Any, Any, Any]:
 
 @law(2)
 def on_training_goes_on_as_if_it_had_never_stopped() -> None:
-    for spec in ("dgc:0.05,warmup=2", "powersgd:2", "arc:0.2,least=100", "signum", "1bit-sgd"):
+    joint = ("powersgd:2", "arc:0.2,least=100,row=0")
+    for spec in ("dgc:0.05,warmup=2", *joint, "signum", "1bit-sgd"):
         model, optimizer, wire = session(spec)
         train(model, range(4), optimizer)
         file = io.BytesIO()
@@ -1121,7 +1124,7 @@ def on_checkpoint(spec: str, path: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize(
     "spec",
     [
-        *("dgc:0.05", "arc:0.2,least=100", "signum"),
+        *("dgc:0.05", "arc:0.2,least=100,row=0", "signum"),
         "powersgd:2",
     ],
 )

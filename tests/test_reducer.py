@@ -115,14 +115,14 @@ def on_clocks() -> list[Any]:
     found = []
     for spec in ("bandwidth:(topk:0.01)", "auto:2", "accuracy:(topk:0.1),1,5"):
         reducer, used = make(spec), []
-        reducer.observe(6.0)  # before any tensor is known
+        reducer.observe(3.5)  # before any tensor is known: behind
         for step in range(8):
             xs = some(step)
             handle = reducer.average(xs, async_op=step % 3 == 0)
             if dist.get_rank() or step % 3:
                 handle.wait()
             if step == 4:
-                reducer.observe(9.0 + dist.get_rank())
+                reducer.observe(3.0 + 0.1 * dist.get_rank())
             used.append(handle)
         tw.wait_all(used)
         decisions = [decision._replace(why="") for decision in reducer.decisions]
@@ -244,10 +244,6 @@ def on_wrong_states() -> dict[str, str]:
     found["step"] = str(fewer.step)
     found["then"] = raised(lambda: fewer.average(some(1)))
     found["function"] = raised(lambda: make(by_letter, feedback="ef21").load_state_dict(state))
-    arc, plain = make(lambda name: "arc:0.2"), make()
-    plain.average(some(0))
-    arc.load_state_dict(plain.state_dict())
-    found["feedback"] = raised(lambda: arc.average(some(1)))
     found["dcp"] = raised(make().stateful)
     for key in ("no state", {"version": 1}):
         found[str(key)] = raised(lambda key=key: make().load_state_dict(key))
@@ -263,7 +259,6 @@ def test_a_state_that_does_not_fit_is_refused_when_that_is_known():
         assert found["then"] == ""
         said = "the state is that of feedback 'ef14', this is"
         assert found["function"] == f"ValueError: Reducer: {said} 'ef21'"
-        assert found["feedback"] == f"ValueError: {said} 'ef21m'"
         assert found["dcp"].startswith("ValueError: this reducer does not know its tensors yet")
         assert found["no state"].startswith("TypeError: Reducer: expected a state_dict()")
         assert "it does not say of which rank it is" in found["{'version': 1}"]
@@ -296,7 +291,7 @@ def on_other_names() -> dict[str, Any]:
         found[str(spec).split(" at ")[0]] = (used, sums, [] if spec == "auto:2" else policy)
     told = make("accuracy:(topk:0.1),1,5")
     told.average(some(0, "a"))
-    told.observe(9.0)
+    told.observe(3.5)
     told.average(some(1, "a"))
     told.average(some(2, "ab"))  # what it knows is not of single tensors, and stays
     return found | {"kept": (told.decisions, told.state_dict()["policy"])}

@@ -91,7 +91,7 @@ joint = st.one_of(
         ratios,
         st.integers(1, 64),
         st.booleans(),
-        st.none() | st.integers(1, 999),
+        st.integers(0, 999),
         st.integers(0, 9999),
     ),
 )

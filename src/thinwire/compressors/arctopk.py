@@ -26,36 +26,37 @@ class ARCTopK(JointCompressor):
 
     Args:
         ratio: of the rows that are sent.
-        width: columns of the sketch; more estimate better and cost as many values for each row.
+        width: columns of the sketch; more estimate better and cost as many values for each row. 4
+            in the paper.
         exact: choose by the true norms of the mean's rows, at the cost of a dense all-reduce: what
             the sketch approximates, for studies.
-        row: elements of a row; by default the last dimension of a matrix, about two times the
-            square of the last dimension for tensors with more, and 64 for tensors with one.
+        row: elements of a row, wherever these lie in the tensor. Longer rows cost fewer values of
+            the sketch, but then large elements come with more small ones. 0, as in the paper, for
+            rows of the tensor's own: the last dimension of a matrix, two times the square of the
+            last dimension for tensors with more, 64 for tensors with one.
         least: tensors with fewer elements go uncompressed, in the first all-reduce.
 
     Example:
         >>> import thinwire as tw
         >>> tw.parse("arc:0.2")
-        ARCTopK(ratio=0.2, width=4, exact=False, row=None, least=1024)
+        ARCTopK(ratio=0.2, width=2, exact=False, row=128, least=1024)
 
     Reference: Chen et al., An All-Reduce Compatible Top-K Compressor for Communication-Efficient
     Distributed Learning, 2025.
     """
 
     ratio: float = 0.2
-    width: int = 4
+    width: int = 2
     exact: bool = False
-    row: int | None = None
+    row: int = 128
     least: int = 1024
     name: ClassVar[str] = "arc"
-    feedback: ClassVar[str] = "ef21m"
 
     def __post_init__(self) -> None:
         check.fraction("ARCTopK", "ratio", self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
         check.whole("ARCTopK", "width", self.width, 1)
-        if self.row is not None:
-            check.whole("ARCTopK", "row", self.row, 1)
+        check.whole("ARCTopK", "row", self.row, 0)
         check.whole("ARCTopK", "least", self.least, 0)
         check.flag("ARCTopK", "exact", self.exact)
 
@@ -73,7 +74,7 @@ class ARCTopK(JointCompressor):
         return rows * (length if self.exact else self.width) + kept(rows, self.ratio) * length
 
     def _row_of(self, shape: torch.Size) -> int:
-        if self.row is not None:
+        if self.row:
             return self.row
         if len(shape) < 2:
             return FLAT_ROW

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,6 @@ class JointCompressor(Compressor):
     `Reducer` or `attach`. What they describe is how a tensor is seen as a matrix, and how much of
     it travels.
     """
-
-    feedback: ClassVar[str] = "ef14"  # what the paper uses it with
 
     @property
     def random(self) -> bool:

@@ -1,6 +1,6 @@
 """All feedbacks by name. A new one is one more name in `FEEDBACKS.add`."""
 
-from thinwire.compressors import Compressor, JointCompressor
+from thinwire.compressors import Compressor
 from thinwire.feedback.base import Feedback, NoFeedback
 from thinwire.feedback.dgc import DGC
 from thinwire.feedback.ef14 import EF14
@@ -30,12 +30,9 @@ def feedback_for(compressor: Compressor, feedback: Feedback | str) -> Feedback:
 
     Args:
         feedback: one, or its spec, or "auto": EF14 for what is biased, none for what is right on
-            average or has too large an error (see `Compressor.wants_residual`), what its paper has
-            for a joint one.
+            average or has too large an error (see `Compressor.wants_residual`).
     """
     if isinstance(feedback, str) and feedback.strip().lower() == "auto":
-        if isinstance(compressor, JointCompressor):
-            return parse(compressor.feedback)
         return EF14() if compressor.wants_residual else NoFeedback()
     chosen = feedback if isinstance(feedback, Feedback) else parse(feedback)
     return NoFeedback() if compressor.lossless and isinstance(chosen, EF14) else chosen

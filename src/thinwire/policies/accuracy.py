@@ -22,6 +22,8 @@ from thinwire.policies.base import (
 )
 from thinwire.policies.ladder import ladder_of
 
+IN_A_ROW = 2  # values that reach the target before compression gets stronger
+
 
 @dataclass(frozen=True)
 class Accuracy(Policy):
@@ -29,8 +31,10 @@ class Accuracy(Policy):
 
     After each validation tell `wire.observe(value)`. Ranks that tell something count with their
     mean. On track is a value at most `band` worse than the target at this step; without a target,
-    than the best value so far. Each observation moves by one strength at most; a value between the
-    target and the band changes nothing.
+    than the best value so far. A value that is behind makes it lighter at once, by one strength, or
+    by two if it lacks more than two bands: what was not sent takes steps to catch up with. Only two
+    values in a row that reach the target make it stronger, by one: one of them may be luck. A value
+    between the target and the band changes nothing.
 
     Args:
         then: where to begin; lighter versions of it can follow, and ten times stronger ones.
@@ -116,6 +120,7 @@ class _Watching(Chooser):
         self._rungs = ladder_of(policy.then, beyond=True)
         self._rung = self._rungs.index(policy.then)
         self._held = False
+        self._reached = 0  # values in a row that reached the target
         self._told: float | None = None
         self._best: float | None = None
         self._value, self._wanted = 0.0, 0.0
@@ -142,11 +147,15 @@ class _Watching(Chooser):
         self._best = value if self._best is None else sign * max(sign * value, sign * self._best)
         wanted = self._target_at(step)
         self._value, self._wanted = value, wanted
-        ahead = sign * (value - wanted)
-        if ahead >= 0 or (self._curve is None and ahead >= -0.5 * self._policy.band):
-            move = 1
+        ahead, band = sign * (value - wanted), self._policy.band
+        on_track = ahead >= 0 or (self._curve is None and ahead >= -0.5 * band)
+        self._reached = self._reached + 1 if on_track else 0
+        if self._reached == IN_A_ROW:
+            move, self._reached = 1, 0
+        elif on_track or ahead >= -band:
+            move = 0
         else:
-            move = -1 if not ahead >= -self._policy.band else 0  # NaN is not on track
+            move = -2 if ahead < -2 * band else -1  # NaN is not on track either
         rung = min(max(self._rung + move, 0), len(self._rungs) - 1)
         if rung != self._rung:
             place = "on track" if move > 0 else "behind"
@@ -177,10 +186,12 @@ class _Watching(Chooser):
     def state(self) -> list[float]:
         known = (self._best is not None, self._best or 0.0)
         told = (self._told is not None, self._told or 0.0)
-        return [float(self._rung), *map(float, (*known, *told)), self._value, self._wanted]
+        numbers = (self._rung, *known, *told, self._value, self._wanted, self._reached)
+        return list(map(float, numbers))
 
     def load(self, state: Sequence[float]) -> None:
         self._rung = int(state[0])
         self._best = state[2] if state[1] else None
         self._told = state[4] if state[3] else None
-        self._value, self._wanted = state[5:]
+        self._value, self._wanted = state[5:7]
+        self._reached = int(state[7])

@@ -98,18 +98,11 @@ class UnitReducer:
 
     def decide(self, compressor: Compressor) -> None:
         """Average with this, unless an exchange names another; nothing has been sent yet."""
-        feedback = self.feedback
-        if self._auto and isinstance(compressor, JointCompressor):
-            feedback = parse_feedback(compressor.feedback)
-        if feedback != self.feedback and self.states.names():
-            own = str(self.feedback)
-            raise ValueError(f"the state is that of feedback {own!r}, this is {str(feedback)!r}")
         self.options.check([compressor], self._op)
         nodes, group = self.options.nodes, self.options.group
         if nodes is not None and dist.is_initialized():
-            check_nodes(feedback, nodes.layout(process_group(group)))
-        self.compressor, self.feedback = compressor, feedback
-        self.states.feedback = feedback
+            check_nodes(self.feedback, nodes.layout(process_group(group)))
+        self.compressor = compressor
 
     def start(self, units: Sequence[Unit], driver: Driver) -> UnitExchange:
         """Start one exchange of several units, each with its compressor.
