@@ -776,7 +776,9 @@ def test_times_are_projected_where_there_is_no_lab(forked):
     for run in runs.values():
         network = 8 * counters.FULL * run.bytes_counted / 1e6
         assert run.seconds[-1] > network
-        assert run.split.network * run.steps >= (1 - 1e-6) * network
+        # A typical step is shorter or longer than one is on average; parts are as on average.
+        share = run.split.network / run.split.whole
+        assert share * run.seconds[-1] >= network - 1e-4 * run.steps
     # There is no time for more steps than the network has, if it carries nothing but gradients.
     dense = 8 * 4 * document.settings.parameters / 1e6
     assert 1 <= runs["ddp"].steps <= 2.0 / dense

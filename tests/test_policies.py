@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import re
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from thinwire.policies import (
     TensorInfo,
     policy_of,
 )
-from thinwire.policies.codecs import shipped
+from thinwire.policies.codecs import CodecRow, shipped
 from thinwire.policies.forecast import Conditions, Forecast, link_of, network_of
 from thinwire.policies.ladder import Rung, bytes_of, ladder_of
 from thinwire.policies.solve import solve
@@ -477,7 +477,9 @@ def test_ranks_with_other_tables_forecast_the_same(tmp_path, monkeypatch, caplog
     conditions.compute, conditions.rate, conditions.meeting = 0.1, 1e6, 1e-3
     table = shipped()["cores-2"]
     rows = {
-        spec: CodecRow(row.frame, *(7 * each for each in (row.call, row.encode, row.decode, row.add)))
+        spec: CodecRow(
+            row.frame, *(7 * each for each in (row.call, row.encode, row.decode, row.add))
+        )
         for spec, row in table.rows.items()
     }
     slow = replace(table, rows=rows).to_json()
