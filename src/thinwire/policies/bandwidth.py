@@ -357,7 +357,7 @@ class _Following(Chooser):
             self._believed(step, tries), self._usable, self._conditions.compute
         )
         close = 0 < self._times[0] < CLOSE * self._times[now]
-        if wanted == now and now and self._anew and close and self._looks[0] == 1:
+        if wanted == now and now and close and self._looks[0] == 1:
             self._move(step, 0, expected, "once more", again=True)
         elif wanted == now:
             self._wanted, self._anew, self._wait = 0, False, self._wait or LOOK

@@ -29,14 +29,15 @@ from thinwire.policies.ladder import Rung
 
 log = logging.getLogger("thinwire")
 FIRST = 2  # steps that are not looked at: connections and kernels are made in them
-SHARE = 0.004  # of the time that passes, what reports and probes may each take
+SHARE = 0.004  # of the time that passes, what probes may take
+REPORTS = 0.001  # the same of reports, as long as a meeting is: threads that wake up cost more
 # Codecs run on the cores that train; what that costs is measured as soon as one is used.
 BUSY = 1.0
 FIRST_PROBE, LEAST_PROBE, MOST_PROBE = 1 << 18, 1 << 16, 1 << 22  # bytes
 LONG_ENOUGH = 0.03  # seconds of a probe's sum: bursts that a link lets pass do not show in it
 PROBES = 2  # before anything is decided: the second one is as long as the first one says
 BETWEEN = 50  # steps from probe to probe, at least
-SELDOM = 32  # steps from report to report, at most
+SELDOM = 16  # steps from report to report, at most
 CHANGED = 2.0  # times more or less: a link that has changed, or chance
 NOTICEABLE = 0.1  # of a step: less than that is no change
 SMOOTH = 0.5  # of what was known before
@@ -254,7 +255,7 @@ class Conditions:
         """Steps from report to report: each is a meeting, and they may take a share of the time."""
         if not self.took:
             return 1
-        return max(1, min(SELDOM, math.ceil(self.report / (SHARE * self.took))))
+        return max(1, min(SELDOM, math.ceil(self.report / (REPORTS * self.took))))
 
     def probes(self, step: int) -> int:
         """Bytes to time the link with now."""
