@@ -18,9 +18,9 @@ PARTS = {
 _DESCRIPTION = f"""\
 Train two small models on {HOSTS} hosts with slow links inside this machine: a
 convolutional network under SGD and a transformer under AdamW. Each is trained
-by plain DDP, with the compressor that suits its optimizer and with "auto", for
-equally long. Writes a page that says what it brought, and links to a full
-report on each.
+by plain DDP, with the method that suits its optimizer and with "auto", for as
+many steps as there is time for. Writes a page that says what it brought, and
+links to a full report on each.
 """
 
 
