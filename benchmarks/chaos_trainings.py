@@ -385,6 +385,25 @@ class SummableAttached(Attached):
     options: Mapping[str, Any] = {"collective": "summable"}
 
 
+class UncompressedAttached(Attached):
+    """From the third step on ranks do not meet: sums are direct."""
+
+    lacks = frozenset(
+        {
+            "optimizer",
+            "encoding",
+            "decoding",
+            "prepare",
+            "exchange",
+            "finish",
+            "meeting",
+            "transfer",
+        }
+    )
+    spec = "none"
+    options: Mapping[str, Any] = {}
+
+
 class HierarchicalAttached(Attached):
     def given(self) -> Mapping[str, Any]:
         return {"nodes": 2 if self.size % 2 == 0 else 1}
@@ -407,6 +426,7 @@ TRAININGS: dict[str, type[Training]] = {
     "ddp-twoshot": TwoShotAttached,
     "ddp-sparse": SparseAttached,
     "ddp-summable": SummableAttached,
+    "ddp-none": UncompressedAttached,
     "ddp-hierarchical": HierarchicalAttached,
     "ddp-powersgd": PowerSGDAttached,
     "ddp-arc": ArcAttached,
