@@ -267,8 +267,8 @@ class _Following(Chooser):
         self._odd += 1
         if self._odd < 2:
             return True  # once is chance
+        self._forget()  # what others took says nothing of this link
         self._odd, self._network = 0, network
-        self._recent, self._before = [0.0] * KEPT, 0.0
         self._conditions.asked = True
         self._wait, self._wanted = 0, PATIENCE  # what is known to be better need not wait
         return False
