@@ -55,6 +55,7 @@ class SimulatedLink:
         self.step, self.seconds, self.overhead = 0, 0.0, 0.0
         self.reports = self.probes = 0
         self._probe = 0
+        self._doubts = False
 
     @property
     def chooser(self):
@@ -92,6 +93,9 @@ class SimulatedLink:
         ]
         self.sent = choices = all_choices[0]
         assert all(each == choices for each in all_choices), "ranks differ in what they choose"
+        if self._doubts and not any(choices):  # as in direct passes of DDP
+            for chooser in self.choosers:
+                chooser.ask(step)
         dues = {(chooser.due(step), chooser.probes(step)) for chooser in self.choosers}
         assert len(dues) == 1, "ranks differ in what they ask for"
         ((due, probe),) = dues
@@ -116,6 +120,8 @@ class SimulatedLink:
             told.append(measured)
             longest = max(longest, took)
         self.seconds += longest
+        pairs = zip(self.choosers, told, strict=True)
+        self._doubts = any(chooser.doubts(measured) for chooser, measured in pairs)
         if due:
             rows = []
             for i, (chooser, measured) in enumerate(zip(self.choosers, told, strict=True)):

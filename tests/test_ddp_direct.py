@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import ranks
 import torch.distributed as dist
-from nets import Books, all_same, alone, backward, gradients, named, plain, train, wired
+from nets import Books, all_same, alone, backward, gradients, named, plain, raised, train, wired
 from torch import Tensor
 
 import thinwire as tw
@@ -110,11 +110,7 @@ def test_what_waits_to_be_sent_is_sent_before_sums_are_direct_again():
 
 
 def attempt(model: Any, step: int) -> str:
-    try:
-        backward(model, step)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return raised(lambda: backward(model, step))
 
 
 def on_loss(how: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ranks
 import torch.distributed as dist
-from nets import all_same
+from nets import all_same, raised
 from sharded_nets import (
     Books,
     Tower,
@@ -46,11 +46,7 @@ class Victim:
 
 
 def attempt(model: Any, step: int) -> str:
-    try:
-        backward(model, step)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return raised(lambda: backward(model, step))
 
 
 def on_loss(how: str, where: str, timeout: float) -> tuple[list[str], bool]:

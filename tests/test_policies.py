@@ -438,8 +438,8 @@ def test_reports_and_probes_take_little_of_the_time():
         for _ in range(400):
             link.go(rate)
         assert link.reports - reports >= 400 / 32
-        # 0.4 % for each, and ranks report every step of a try.
-        assert link.overhead - before <= 0.02 * (link.seconds - began)
+        # 0.4 % for each by design, and ranks report every step of a try.
+        assert link.overhead - before <= 0.01 * (link.seconds - began)
 
 
 def test_choices_do_not_flutter_at_the_border():

@@ -190,13 +190,11 @@ class AllReduce(Exchange):
         names: of the tensors, for errors; None for their places.
         shapes: where the tensors are flattened ones, those of the originals.
         recalled: what a joint compressor finds again in the next call, for each tensor.
-        lent: see `Reduction`.
     """
 
     names: Sequence[str] | None = None
     shapes: Sequence[torch.Size] | None = None
     recalled: Sequence[dict[str, Tensor]] | None = None
-    lent = False
 
     def __init__(
         self,
@@ -273,7 +271,6 @@ class AllReduce(Exchange):
                 self.recalled,
                 "SUM" if self._op in COMPRESSED else self._op,
                 self._senders,
-                self.lent,
             )
         )
         self._algorithm.prepare()

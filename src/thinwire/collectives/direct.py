@@ -44,19 +44,9 @@ class DirectSums:
         link = self._channel.link
         return link is not None and not link.closed and link.takes_shorter
 
-    def agree(self, step: int) -> "DirectHandle":
-        """Begin to compare the number of a step; the handle ends with MismatchError where ranks
-        have different ones."""
-        both = torch.tensor([step, -step])
-
-        def check() -> None:
-            most, least = int(both[0]), -int(both[1])
-            if most != least:
-                raise MismatchError(
-                    f"ranks disagree in one call, step: {least} on some ranks but {most} on others"
-                )
-
-        return self._start(both, dist.ReduceOp.MAX, f"comparison of step {step}", check)
+    def agree(self, step: int, doubts: bool) -> "Agreement":
+        """Begin to compare the number of a step, and whether any rank has doubts."""
+        return Agreement(self, step, doubts)
 
     def average(self, tensor: Tensor) -> "DirectHandle":
         """Begin to average a tensor over the group, in place."""
@@ -64,13 +54,14 @@ class DirectSums:
         tensor.mul_(self._weight)
         end = time.perf_counter()
         what = f"direct sum of {tensor.numel():,} elements"
-        handle = self._start(tensor, dist.ReduceOp.SUM, what)
+        handle = self.start(tensor, dist.ReduceOp.SUM, what)
         handle.account.seconds["encode"] = end - begin
         return handle
 
-    def _start(
+    def start(
         self, tensor: Tensor, op: Any, what: str, check: Callable[[], None] = lambda: None
     ) -> "DirectHandle":
+        """Begin a reduction in place; `check` is called when it has ended well."""
         link = self._channel.link
         if link is None or link.closed:
             raise PeerError("the group has lost its connections")
@@ -108,6 +99,31 @@ class DirectSums:
         if waited:
             self._pace = seconds / max(1, num_bytes)
         return min(seconds, self._pace * num_bytes)
+
+
+class Agreement:
+    """What ranks compare beside direct sums.
+
+    Attributes:
+        handle: ends with MismatchError where ranks are in different steps.
+    """
+
+    def __init__(self, sums: DirectSums, step: int, doubts: bool) -> None:
+        self._numbers = torch.tensor([step, -step, int(doubts)])
+        what = f"comparison of step {step}"
+        self.handle = sums.start(self._numbers, dist.ReduceOp.MAX, what, self._check)
+
+    def _check(self) -> None:
+        most, least = int(self._numbers[0]), -int(self._numbers[1])
+        if most != least:
+            raise MismatchError(
+                f"ranks disagree in one call, step: {least} on some ranks but {most} on others"
+            )
+
+    @property
+    def doubts(self) -> bool:
+        """Whether any rank has some, when the handle has ended."""
+        return bool(self._numbers[2])
 
 
 class DirectHandle(Handle):

@@ -97,8 +97,6 @@ class Reduction:
         op: SUM, unless the backend itself reduces uncompressed tensors in another way.
         senders: in place of a weighted sum, the mean of each element over the ranks that sent it,
             where compressors leave out some.
-        lent: the memory of the tensors may be reduced in: whoever loses a connection meanwhile does
-            not need them as they were.
 
     Attributes:
         sent: bytes that this rank has sent of each tensor, in frames or as values to be summed.
@@ -110,7 +108,6 @@ class Reduction:
     recalled: Sequence[dict[str, Tensor]] | None = None
     op: str = "SUM"
     senders: bool = False
-    lent: bool = False
     sent: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -66,9 +66,8 @@ class BackendSum(Algorithm):
 class UncompressedSum(Algorithm):
     """The tensors themselves, with nothing to encode.
 
-    They are reduced in a copy: an operation that fails, or that was given up and goes on in the
-    background, leaves the tensors as they were. Only one that was lent for it is reduced in place,
-    when ranks have met and agree.
+    They are reduced in a copy, never in place: an operation that fails, or that was given up and
+    goes on in the background, leaves the tensors as they were.
     """
 
     def prepare(self) -> None:
@@ -77,11 +76,6 @@ class UncompressedSum(Algorithm):
         self.reduction.count(self.reduction.parts, [part.x.nbytes for part in self.reduction.parts])
 
     def exchange(self, transport: Transport) -> None:
-        first = self.reduction.parts[0].x
-        if self._in_place(transport):
-            transport.meet()
-            self._pools = transport.sum(self._weighted({first.dtype: first}))
-            return
         with transport.preparing():
             self._pools = self._copied(transport)
         if self.reduction.op == "SUM":
@@ -93,23 +87,14 @@ class UncompressedSum(Algorithm):
         for dtype, pool in self._pools.items():
             self._pools[dtype] = transport.reduce(pool, op)
 
-    def _in_place(self, transport: Transport) -> bool:
-        reduction = self.reduction
-        if not reduction.lent or len(reduction.parts) > 1 or reduction.op != "SUM":
-            return False
-        # What comes along with records is read before ranks agree, and summed elsewhere.
-        (part,) = reduction.parts
-        return not transport.comes_along({part.x.dtype: part.x})
-
     def _copied(self, transport: Transport) -> dict[torch.dtype, Tensor]:
         parts = self.reduction.parts
-        if len(parts) > 1:
-            return self._weighted(pooled([part.x for part in parts]))
-        self._scratch = transport.link.scratch(parts[0].x).copy_(parts[0].x)
-        self._link = weakref.ref(transport.link)
-        return self._weighted({parts[0].x.dtype: self._scratch})
-
-    def _weighted(self, pools: dict[torch.dtype, Tensor]) -> dict[torch.dtype, Tensor]:
+        if len(parts) == 1:
+            self._scratch = transport.link.scratch(parts[0].x).copy_(parts[0].x)
+            self._link = weakref.ref(transport.link)
+            pools = {parts[0].x.dtype: self._scratch}
+        else:
+            pools = pooled([part.x for part in parts])
         for dtype, pool in pools.items():
             first, _ = _weights(dtype, self.weight)
             if first != 1:
@@ -120,10 +105,7 @@ class UncompressedSum(Algorithm):
         parts = self.reduction.parts
         for part, total in zip(parts, _unpooled(self._pools, [p.x for p in parts]), strict=True):
             _, last = _weights(part.x.dtype, self.weight)
-            if last != 1:
-                torch.mul(total, last, out=part.x)
-            elif total.data_ptr() != part.x.data_ptr():
-                part.x.copy_(total)
+            torch.mul(total, last, out=part.x) if last != 1 else part.x.copy_(total)
         link = None if self._scratch is None else self._link()
         if link is not None and self._scratch is not None:
             link.keep(self._scratch)

@@ -396,14 +396,10 @@ class Transport:
 
     def summands(self, pools: dict[torch.dtype, Tensor]) -> Tensor | None:
         """The message to come along for a `sum` of these tensors, if they are small enough."""
-        if not self.comes_along(pools):
+        bytes_sent = (self.members.size - 1) * sum(pool.nbytes for pool in pools.values())
+        if not bytes_sent or bytes_sent > MOST_SUMMED or not SUMMED_IN.keys() >= pools.keys():
             return None
         return torch.cat([pool.view(torch.uint8) for pool in pools.values()])
-
-    def comes_along(self, pools: dict[torch.dtype, Tensor]) -> bool:
-        """Whether these tensors are summed out of what comes along with a meeting."""
-        bytes_sent = (self.members.size - 1) * sum(pool.nbytes for pool in pools.values())
-        return 0 < bytes_sent <= MOST_SUMMED and SUMMED_IN.keys() >= pools.keys()
 
     def sum(
         self, pools: dict[torch.dtype, Tensor], records: Sequence[Record] = ()

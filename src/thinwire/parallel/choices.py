@@ -58,8 +58,15 @@ class Choices:
     def begin(self, step: int) -> None:
         """A step begins."""
 
-    def end(self, step: int, measured: Measured) -> None:
-        """A step has ended, and came to this."""
+    # Whether this rank would rather hear from the others soon.
+    doubts = False
+
+    def end(self, step: int, measured: Measured, asked: bool = False) -> None:
+        """A step has ended, and came to this.
+
+        Args:
+            asked: some rank had doubts before it, as all have heard.
+        """
 
     def watches(self, step: int) -> bool:
         """Whether `watch` is to be called in this step."""
@@ -208,7 +215,10 @@ class PolicyRunner(Choices):
     def due(self, step: int) -> bool:
         return self.chooser.due(step)
 
-    def end(self, step: int, measured: Measured) -> None:
+    def end(self, step: int, measured: Measured, asked: bool = False) -> None:
+        if asked:
+            self.chooser.ask(step)
+        self.doubts = self.chooser.doubts(measured)
         if self.due(step):
             probe, self._probe = self._probe, None
             if probe is not None:

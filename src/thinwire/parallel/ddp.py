@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives.direct import DirectSums
+from thinwire.collectives.direct import Agreement, DirectSums
 from thinwire.collectives.handle import Handle
 from thinwire.compressors import Compressor, NoCompression
 from thinwire.compressors.base import FLOATS
@@ -231,7 +231,7 @@ class DDPHook:
             self._uncompressed = 0
         elif self._uncompressed >= SETTLED and step % COMPARED and self._direct_sums.possible:
             self._pass.direct = self._direct_sums
-            self._pass.follow(self._direct_sums.agree(step), set())
+            self._pass.agree(self.wire._choices.doubts)
         self._planner.begin()
         if self._check_every and self.wire.step % self._check_every == 0:
             counts = queue_callback(lambda: None)  # else this rank has joined and is behind
@@ -338,7 +338,7 @@ class DDPHook:
             if not done.errors:
                 self._commit(done)
                 measured = Measured(end - before, begin - done.begin, end - begin, *done.totals())
-                self.wire._choices.end(self.wire.step, measured)
+                self.wire._choices.end(self.wire.step, measured, done.asked)
         except Exception as error:
             done.errors.append(error)
         done.give_up()
@@ -421,9 +421,6 @@ class DirectExchange:
 class BackwardPass(ExchangeStep):
     """What has arrived, what was sent, what went wrong in one backward pass."""
 
-    # The gradients lie in DDP's buckets; of a pass that has failed they are good for nothing.
-    lends = True
-
     def __init__(self, wire: Wire, skips_unused: bool) -> None:
         super().__init__(wire, skips_unused)
         self.begin = time.perf_counter()
@@ -434,6 +431,7 @@ class BackwardPass(ExchangeStep):
         self.interrupted = False  # by Ctrl-C, while exchanges were under way
         self.plain = False  # nothing of it is compressed
         self.direct: DirectSums | None = None  # if ranks do not meet in it either
+        self._agreement: Agreement | None = None
         self._buckets: list[_Bucket] = []
         self._lock = threading.Lock()
 
@@ -444,6 +442,17 @@ class BackwardPass(ExchangeStep):
     def confirm(self) -> None:
         if self.interrupted:
             raise InterruptedError("KeyboardInterrupt")  # the gradients are the user's again
+
+    def agree(self, doubts: bool) -> None:
+        """Begin to compare the step of a pass in which ranks do not meet."""
+        assert self.direct is not None
+        self._agreement = self.direct.agree(self.step, doubts)
+        self.follow(self._agreement.handle, set())
+
+    @property
+    def asked(self) -> bool:
+        """Whether some rank wants to hear from all, as far as they have told each other."""
+        return self._agreement is not None and self._agreement.doubts
 
     def send_directly(
         self, names: Sequence[str], gradients: Sequence[Tensor], buffer: Tensor

@@ -47,6 +47,9 @@ CLOSE = 1.5
 LOST = 0.01  # of the time since the last change, what a try may take longer than no try
 CLEAR = 1.25  # times as long as another strength takes: reason enough to leave at once
 DEAR = 1.5  # times as long as before: a try that need not go on
+# Of the time that passes, what reports may take, as long as a meeting is. In uncompressed steps of
+# DDP ranks ask for one when they need it, and would otherwise wake no threads.
+REPORTS, REPORTS_PLAIN = 0.004, 0.001
 SURPRISE = 2.0  # times more or less on the network than before, twice: the link has changed
 MISJUDGED = 1.2  # times as long as was expected: perhaps the link is not what it was
 NEARLY = 1.2  # times the least that is as good when nothing fits: the lightest of them
@@ -179,6 +182,7 @@ class _Following(Chooser):
         self._wanted = 0  # reports in a row that wanted another one
         self._wait = LOOK
         self._odd = 0  # reports in a row that were a surprise
+        self._asked = 0  # the last step after which a rank wanted to hear the others
         self._network = 0.0  # seconds on it with this rung
         self._recent = [0.0] * KEPT  # seconds of the last steps with this rung, 0 for none
         self._times = [0.0] * len(rungs)  # of a step with each rung, 0 where nothing is known
@@ -209,11 +213,24 @@ class _Following(Chooser):
         return self.rung.choose(tensor)
 
     def due(self, step: int) -> bool:
-        judging = step - self._since <= TRIAL + UNSEEN_PLAIN or self._from >= 0 or bool(self._odd)
-        return judging or self._conditions.due(step) or self.probes(step) > 0
+        new = self._anew or not self._times[self._rung]
+        judging = new and step - self._since <= TRIAL + UNSEEN_PLAIN
+        judging = judging or self._from >= 0 or bool(self._odd) or step == self._asked
+        return judging or self._conditions.due(step, self._every) or self.probes(step) > 0
+
+    @property
+    def _every(self) -> int:
+        """Steps from report to report."""
+        return self._conditions.every(REPORTS if self._rung else REPORTS_PLAIN)
 
     def probes(self, step: int) -> int:
-        return self._conditions.probes(step)
+        return self._conditions.probes(step, self._every)
+
+    def doubts(self, measured: Measured) -> bool:
+        return 0 < SURPRISE * self._times[self._rung] < measured.step
+
+    def ask(self, step: int) -> None:
+        self._asked = step
 
     def report(self, measured: Measured) -> list[float]:
         return [*measured, self._forecast.speed]
@@ -230,7 +247,7 @@ class _Following(Chooser):
         uncompressed = self.rung.compressor is None
         looks = conditions.ready and not uncompressed and step > self._since
         expected = self._forecast.codec_seconds(self._rung, conditions) if looks else 0.0
-        if conditions.probes(step):
+        if self.probes(step):
             conditions.note_probe(step)
         conditions.learn(told, uncompressed, expected)
 
@@ -524,10 +541,16 @@ class _Ladders(Chooser):
         return self.used.choose(tensor, step)
 
     def due(self, step: int) -> bool:
-        return self.kind == OptimizerKind.UNKNOWN or self.used.due(step)
+        return self.used.due(step)
 
     def probes(self, step: int) -> int:
         return self.used.probes(step)
+
+    def doubts(self, measured: Measured) -> bool:
+        return self.used.doubts(measured)
+
+    def ask(self, step: int) -> None:
+        self.used.ask(step)
 
     def note_optimizer(self, kind: OptimizerKind) -> None:
         self._own = kind

@@ -179,6 +179,14 @@ class Chooser(ABC):
         comes of it is measured with the next step."""
         return 0
 
+    def doubts(self, measured: Measured) -> bool:
+        """Whether this rank would rather hear from the others at once, after a step like this. They
+        may, or may not, be asked in the next one."""
+        return False
+
+    def ask(self, step: int) -> None:
+        """Some rank doubts: this step is due."""
+
     def watches(self, step: int) -> bool:
         """Whether it wants to see tensors in this step."""
         return False
@@ -233,6 +241,12 @@ class Around(Chooser):
 
     def probes(self, step: int) -> int:
         return self.inner.probes(step)
+
+    def doubts(self, measured: Measured) -> bool:
+        return self.inner.doubts(measured)
+
+    def ask(self, step: int) -> None:
+        self.inner.ask(step)
 
     def watches(self, step: int) -> bool:
         return self.inner.watches(step)
@@ -289,6 +303,13 @@ class Shared(Chooser):
 
     def probes(self, step: int) -> int:
         return max((chooser.probes(step) for chooser in self._all), default=0)
+
+    def doubts(self, measured: Measured) -> bool:
+        return any(chooser.doubts(measured) for chooser in self._all)
+
+    def ask(self, step: int) -> None:
+        for chooser in self._all:
+            chooser.ask(step)
 
     def watches(self, step: int) -> bool:
         return any(chooser.watches(step) for chooser in self._all)

@@ -1,6 +1,6 @@
 """How long codecs take on a machine: a table, measured by `thinwire bench --for-plan`.
 
-Three tables ship with the package, in machines.json, which says of each how it was obtained. One
+Some tables ship with the package, in machines.json, which says of each how it was obtained. One
 that was measured here takes their place.
 """
 

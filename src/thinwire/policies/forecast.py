@@ -3,6 +3,7 @@
 `Conditions` is what all ranks have heard of link and machine, `Forecast` what follows from it.
 """
 
+import copy
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -30,14 +31,13 @@ from thinwire.policies.ladder import Rung
 log = logging.getLogger("thinwire")
 FIRST = 2  # steps that are not looked at: connections and kernels are made in them
 SHARE = 0.004  # of the time that passes, what probes may take
-REPORTS = 0.001  # the same of reports, as long as a meeting is: threads that wake up cost more
 # Codecs run on the cores that train; what that costs is measured as soon as one is used.
 BUSY = 1.0
 FIRST_PROBE, LEAST_PROBE, MOST_PROBE = 1 << 18, 1 << 16, 1 << 22  # bytes
 LONG_ENOUGH = 0.03  # seconds of a probe's sum: bursts that a link lets pass do not show in it
 PROBES = 2  # before anything is decided: the second one is as long as the first one says
 BETWEEN = 50  # steps from probe to probe, at least
-SELDOM = 16  # steps from report to report, at most
+SELDOM = 32  # steps from report to report, at most
 CHANGED = 2.0  # times more or less: a link that has changed, or chance
 NOTICEABLE = 0.1  # of a step: less than that is no change
 SMOOTH = 0.5  # of what was known before
@@ -240,30 +240,29 @@ class Conditions:
 
     def with_codec(self, codec: float) -> "Conditions":
         """The same with codecs that take so many times as long as in the table."""
-        other = object.__new__(Conditions)
-        other.__dict__.update(self.__dict__, codec=codec)
+        other = copy.copy(self)
+        other.codec = codec
         return other
 
     # When to ask.
 
-    def due(self, step: int) -> bool:
-        """Whether a report is worth its price now."""
-        return self.seen <= 2 * FIRST + PROBES or not self.ready or step % self.every == 0
+    def due(self, step: int, every: int) -> bool:
+        """Whether a report is worth its price now, where they come after so many steps."""
+        return self.seen <= 2 * FIRST + PROBES or not self.ready or step % every == 0
 
-    @property
-    def every(self) -> int:
+    def every(self, share: float) -> int:
         """Steps from report to report: each is a meeting, and they may take a share of the time."""
         if not self.took:
             return 1
-        return max(1, min(SELDOM, math.ceil(self.report / (REPORTS * self.took))))
+        return max(1, min(SELDOM, math.ceil(self.report / (share * self.took))))
 
-    def probes(self, step: int) -> int:
-        """Bytes to time the link with now."""
+    def probes(self, step: int, every: int) -> int:
+        """Bytes to time the link with now, where reports come after so many steps."""
         if self.size == 1 or not self.seen or step - self._probed < 2:
             return 0
         wanted = self.asked or self._probes < PROBES
         since = step - self._probed
-        if not wanted and since >= BETWEEN and step % self.every == 0:
+        if not wanted and since >= BETWEEN and step % every == 0:
             wanted = self._cost <= SHARE * since * self.took
         return self._size if wanted else 0
 

@@ -35,11 +35,9 @@ class Driver:
             away the averages of parameters that nobody has used.
         details: more that ranks must agree in.
         looks_back: `admit` asks for results of exchanges before it.
-        lends: nobody uses the tensors when an exchange has lost its connections.
     """
 
     looks_back = False
-    lends = False
     step = 0
     defers_commit = False
     skips_unused = False
@@ -110,8 +108,6 @@ class UnitExchange(AllReduce):
         self._kept_recalled = recalled
         self._uncommitted = False
         self.looks_back = driver.looks_back
-        # A flat tensor that is a copy is nobody's until it is given back.
-        self.lent = driver.lends or not any(unit.is_view for unit in self.units)
         self.unused: set[str] = set()
         super().__init__(
             "average",

@@ -37,11 +37,6 @@ class Unit:
         self._joined = joined(self.pieces)
 
     @property
-    def is_view(self) -> bool:
-        """Whether the flat tensor lies in the memory of the tensors."""
-        return self._joined is not None
-
-    @property
     def sizes(self) -> list[int]:
         return [piece.numel() for piece in self.pieces]
 
