@@ -425,7 +425,8 @@ for _ in range(20):  # for those who came late
 def test_counters_count_packets_as_on_a_cable_and_the_kernels_give_the_payload(distant):
     # Bounds as in test_lab: 1448 of 1514 bytes are payload, and an acknowledgement has 66 bytes.
     # A busy machine answers late, and what is not answered is sent again: a twentieth at most in
-    # one of some tries.
+    # one of some tries. A host that does not listen yet refuses with packets that are 12 bytes
+    # shorter than the headers that are subtracted for each: up to a second of that, every 10 ms.
     size = 1_000_000
     full = size * 1514 / 1448
     for loss in (None, 1e-9):  # in batches, and one by one
@@ -435,7 +436,8 @@ def test_counters_count_packets_as_on_a_cable_and_the_kernels_give_the_payload(d
                 carried = [each / full for _, each in exchange(lab, size)]
                 texts = [r.stdout for r in lab.run(shell("cat /proc/net/dev"))]
                 inside = [counters.from_proc(text)["wire0"] / size for text in texts]
-                assert min(carried + inside) >= 1
+                assert min(carried) >= 1
+                assert min(inside) >= 1 - 100 * 12 / size
                 sent, received = lab.counters()
                 assert sent.sent_bytes == received.received_bytes
                 assert sent.sent_packets >= size / 1448

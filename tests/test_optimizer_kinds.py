@@ -25,7 +25,14 @@ from thinwire.compare.method import read
 from thinwire.compare.training import equip
 from thinwire.feedback import parse as parse_feedback
 from thinwire.parallel.optimizers import KnownOptimizer, objection
-from thinwire.policies import Journal, OptimizerKind, PolicyContext, TensorInfo, policy_of
+from thinwire.policies import (
+    Journal,
+    Measured,
+    OptimizerKind,
+    PolicyContext,
+    TensorInfo,
+    policy_of,
+)
 from thinwire.policies.bandwidth import _Following
 from thinwire.policies.ladder import steady_ladder
 
@@ -212,10 +219,21 @@ def test_auto_changes_its_ladder_when_the_optimizer_becomes_known_late():
         last = link.sends(OTHER)
     assert last[0].startswith("topk")
     said = [d for d in link.where.journal.decisions if d.why == "the optimizer became known"]
-    assert [(d.step, d.compressor) for d in said] == [(12, "uncompressed")]
+    # Compressed steps have no room for doubts: the others hear of it in the next report.
+    assert [(d.step, d.compressor) for d in said] == [(13, "uncompressed")]
     for _ in range(33):  # ranks do not report after every step any more
         last = link.sends(OTHER, ADAM_LIKE)
     assert "topk" not in last[0]
+
+
+def test_a_rank_that_learns_of_its_optimizer_asks_for_a_report():
+    chooser = policy_of("auto").begin(context())
+    nothing = Measured(0.1, 0.05, 0.0, 0.01, 0.0, 1.0, 2.0)
+    assert not chooser.doubts(nothing)
+    chooser.note_optimizer(OTHER)
+    assert chooser.doubts(nothing)
+    chooser.learn(1, [chooser.report(nothing)] * 4)
+    assert not chooser.doubts(nothing)
 
 
 def test_the_ladder_is_part_of_autos_state_which_fits_any_number_of_ranks():

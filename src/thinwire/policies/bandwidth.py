@@ -547,7 +547,7 @@ class _Ladders(Chooser):
         return self.used.probes(step)
 
     def doubts(self, measured: Measured) -> bool:
-        return self.used.doubts(measured)
+        return self._own > self.kind or self.used.doubts(measured)
 
     def ask(self, step: int) -> None:
         self.used.ask(step)
