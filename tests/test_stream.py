@@ -52,6 +52,22 @@ def slicing() -> Iterator[list[int]]:
         yield counts
 
 
+@contextlib.contextmanager
+def breaking(at: int) -> Iterator[None]:
+    """The encoder of quantize fails at its `at`-th use, with 0 never."""
+    uses, whole = [], tw.Quantize.encode_flat
+
+    def broken(self, request):
+        uses.append(1)
+        if len(uses) == at:
+            raise RuntimeError("out of paper")
+        return whole(self, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tw.Quantize, "encode_flat", broken)
+        yield
+
+
 def gradient(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return normal(N, rank, dtype)
 
@@ -173,6 +189,94 @@ def test_reduce_scatter_goes_in_slices_too():
     ranks.run(on_scatter, ranks=3)
 
 
+def on_spread(specs: list[str]) -> None:
+    """Into one tensor, into several, and with the input in its place among them."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    for i, spec in enumerate(specs):
+        found = []
+        for way in (slicing(), contextlib.nullcontext([])):
+            table, r = torch.full((size, N), torch.nan), None if me and i % 2 else leftover(me)
+            table[me] = gradient(me)
+            x = table[me] if i % 3 else table[me].clone()
+            with way as counts:
+                tw.all_gather(list(table) if i % 4 else table, x, spec, residual=r, key=KEY)
+            found.append((table, torch.zeros(1) if r is None else r, counts))
+        assert same(found[0][0], found[1][0]), spec
+        assert same(found[0][1], found[1][1]), spec
+        assert found[0][2] == [SLICES], spec
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_gather_in_slices_is_one_in_one(size):
+    specs = [row.spec for row in CUT if row.residual and not row.random]
+    ranks.run(on_spread, specs, ranks=size)
+
+
+def on_spread_in_one() -> list[int]:
+    """What differs in length, or would be written over before it is read."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    with slicing() as counts:
+        places = [torch.empty(N + i) for i in range(size)]
+        tw.all_gather(places, normal(N + me, me), "none")
+        for i, place in enumerate(places):
+            assert same(place, normal(N + i, i))
+        table = torch.zeros(size * N)
+        shifted = table[5 : 5 + N].copy_(normal(N, me))
+        tw.all_gather(table, shifted, "none")
+        assert same(table, torch.cat([normal(N, i) for i in range(size)]))
+    return counts
+
+
+def test_all_gather_goes_in_one_where_slices_would_not_do():
+    assert ranks.run(on_spread_in_one, ranks=2) == [[], []]
+
+
+def on_spread_of_nan() -> None:
+    """A slice of rank 1 is not finite: its place is NaN throughout, its residual as it was."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    x, r, table = gradient(me), leftover(me), torch.zeros(size, N)
+    if me == 1:
+        x[-1] = torch.inf
+    with slicing() as counts:
+        handle = tw.all_gather(table, x, "quantize:4", residual=r)
+    assert counts == [SLICES]
+    assert not handle.account.finite
+    assert table[1].isnan().all()
+    assert table[::2].isfinite().all()
+    assert same(r, leftover(me)) == (me == 1)
+
+
+def test_all_gather_in_slices_of_what_is_not_finite_is_nan_everywhere():
+    ranks.run(on_spread_of_nan, ranks=3)
+
+
+def on_broken_spread(at: int) -> tuple[str, bool, bool]:
+    """The encoder of rank 1 breaks at its `at`-th slice; then one after the other at a time."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    r, table, error = leftover(me), torch.zeros(size, N), ""
+    with breaking(at if me == 1 else 0), slicing():
+        try:
+            tw.all_gather(table, gradient(me), "quantize:4", residual=r)
+        except (tw.PeerError, RuntimeError) as caught:
+            error = f"{type(caught).__name__}: {caught}"
+    with slicing():
+        tables = [torch.empty(size, N) for _ in range(4)]
+        handles = [tw.all_gather(t, gradient(me), "none", async_op=True) for t in tables]
+        for handle in handles:
+            handle.wait()
+    right = torch.stack([gradient(i) for i in range(size)])
+    untouched = same(r, leftover(me)) and not table.any()
+    return error, untouched, all(same(t, right) for t in tables)
+
+
+def test_a_rank_that_cannot_go_on_in_a_slice_of_all_gather_tells_why():
+    for at in (1, 2, SLICES):
+        for rank, found in enumerate(ranks.run(on_broken_spread, at, ranks=3)):
+            own = "RuntimeError: out of paper"
+            others = f"PeerError: all_gather: could not go on at rank 1: {own}"
+            assert found == (own if rank == 1 else others, True, True), at
+
+
 def on_nodes() -> list[int]:
     """Two nodes of two: the sums of nodes go in slices between them."""
     me = dist.get_rank()
@@ -253,18 +357,7 @@ def test_with_a_memory_limit_on_one_rank_all_go_in_one():
 
 def on_failing(collective: str, at: int) -> tuple[Report, bool]:
     """The encoder of rank 1 breaks at its `at`-th use."""
-    compressor, uses = tw.Quantize, []
-    whole = compressor.encode_flat
-
-    def broken(self, request):
-        uses.append(1)
-        if len(uses) == at:
-            raise RuntimeError("out of paper")
-        return whole(self, request)
-
-    with pytest.MonkeyPatch.context() as patch, slicing():
-        if dist.get_rank() == 1:
-            patch.setattr(compressor, "encode_flat", broken)
+    with breaking(at if dist.get_rank() == 1 else 0), slicing():
         report = attempt(n=N, compressor="quantize:4", collective=collective)
     return report, works()
 

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.collectives.algorithm import StreamAlgorithm, ToAll
 from thinwire.collectives.allreduce import check_writable
 from thinwire.collectives.channel import place_of
-from thinwire.collectives.exchange import Exchange, describe, describe_all
+from thinwire.collectives.exchange import Exchange, describe, describe_all, storages
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import guard
 from thinwire.collectives.message import LENGTH, Expected, max_message_bytes, unbundle
 from thinwire.collectives.options import Group, Options, Timeout
-from thinwire.collectives.reduction import FlatTensors, Reduction
+from thinwire.collectives.reduction import FlatTensors, Reduction, cut
+from thinwire.collectives.stream import in_stream
 from thinwire.collectives.transport import Transport
 from thinwire.compressors import Compressor, LocalCompressor, local_of
 from thinwire.compressors.compiling import uses_of
@@ -109,34 +111,120 @@ class AllGather(Exchange):
     def kernel_uses(self) -> list[KernelUse]:
         return uses_of([self._compressor], [self._input.dtype], self.device)
 
+    def memory(self) -> set[int] | None:
+        return storages([self._input, self._residual, *self._places])
+
     def prepare(self) -> None:
         self.handle.account.collective = "all_gather"
         self._flat = FlatTensors([self._input], [self._residual], [self._compressor], [self._key])
         reduction = Reduction(self._flat.parts, 1.0, self.options.max_bytes)
         guard("all_gather", reduction, self.size)
-        self._payload = reduction.parts[0].draft()
-        self._message = reduction.bundle(reduction.parts, [self._payload])
+        self._algorithm = in_stream(GatherPayloads(reduction, self.rank, self.size, self._places))
+        self._algorithm.prepare()
+
+    def exchange(self, transport: Transport) -> None:
+        self._algorithm.exchange(transport)
+        self.handle.account.finite = self._algorithm.finite
+
+    def finish(self) -> None:
+        self._algorithm.finish()
+        self._flat.write_back(tensors=False)
+
+
+class GatherPayloads(StreamAlgorithm, ToAll):
+    """Every rank's tensor on all of them, or a slice of each.
+
+    Args:
+        reduction: this rank's tensor: nothing is summed.
+        places: where each rank's goes.
+        lost: whose values are not all finite, a set that slices share.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        rank: int,
+        size: int,
+        places: Sequence[Tensor],
+        lost: set[int] | None = None,
+    ) -> None:
+        super().__init__(reduction, rank, size)
+        (self._part,) = reduction.parts
+        self._places, self._lost = places, set() if lost is None else lost
+
+    to_each = None
+
+    @property
+    def to_all(self) -> ToAll:
+        return self
+
+    def sliced(self, count: int) -> "list[GatherPayloads]":
+        """The same for each of so many slices of all tensors, or for fewer: itself where these
+        differ in length, or one would be read after another was written over it."""
+        alike = all(place.numel() == self._part.x.numel() for place in self._places)
+        own = self._places[self.rank].data_ptr() == self._part.x.data_ptr()
+        apart = own or storages([self._part.x]).isdisjoint(storages(self._places))
+        if not alike or not apart or not all(place.is_contiguous() for place in self._places):
+            return [self]
+        columns = zip(
+            *(
+                cut([self._part._replace(x=place.view(-1), r=None)], count)
+                for place in self._places
+            ),
+            strict=True,
+        )
+        return [
+            GatherPayloads(each, self.rank, self.size, [part.x for (part,) in column], self._lost)
+            for each, column in zip(
+                self.reduction.sliced(count),
+                (column for column in columns if column[0]),
+                strict=True,
+            )
+        ]
+
+    def prepare(self) -> None:
+        self._payload = self._part.draft()
+        self._message = self.reduction.bundle([self._part], [self._payload])
 
     def exchange(self, transport: Transport) -> None:
         records = transport.meet([self._message.numel()], along=self._message)
         lengths = [record.numbers[0] for record in records]
-        expected = [
-            Expected(Extent(place.dtype, place.numel()), self._compressor) for place in self._places
-        ]
-        transport.checked(LENGTH, lengths, [max_message_bytes([each]) for each in expected])
+        longest = [max_message_bytes([each]) for each in self._expected]
+        transport.checked(LENGTH, lengths, longest)
         messages = transport.gather(self._message, lengths, records)
         with transport.clock("decode"):
-            self._received = [
-                unbundle(message, [each])[0]
-                for message, each in zip(messages, expected, strict=True)
-            ]
-        self.handle.account.finite = not any(each.non_finite for each in self._received)
+            self._open(messages)
+
+    # As one slice of several.
+
+    def max_bytes_to_all(self) -> int:
+        return max_message_bytes([self._part.expected])
+
+    def message(self) -> tuple[Tensor, bool]:
+        return self._message, not self._payload.non_finite
+
+    def take_all(self, received: list[Tensor], finite: bool) -> None:
+        self._open(received)
 
     def finish(self) -> None:
-        self._flat.parts[0].settle(self._payload)
-        self._flat.write_back(tensors=False)
-        for place, theirs in zip(self._places, self._received, strict=True):
-            theirs.restore(place)
+        if self.rank not in self._lost:
+            self._part.settle(self._payload)
+        for i, (place, theirs) in enumerate(zip(self._places, self._received, strict=True)):
+            if i in self._lost:
+                place.fill_(torch.nan)
+            else:
+                theirs.restore(place)
+
+    @property
+    def _expected(self) -> list[Expected]:
+        local = self._part.local
+        return [Expected(Extent(place.dtype, place.numel()), local) for place in self._places]
+
+    def _open(self, messages: Sequence[Tensor]) -> None:
+        pairs = zip(messages, self._expected, strict=True)
+        self._received = [unbundle(message, [each])[0] for message, each in pairs]
+        self._lost |= {i for i, theirs in enumerate(self._received) if theirs.non_finite}
+        self.finite = not self._lost
 
 
 def broadcast(

@@ -11,6 +11,7 @@ from thinwire.collectives.exchange import (
     describe_all,
     describe_key,
     describe_residuals,
+    storages,
 )
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import guard
@@ -108,6 +109,9 @@ class ReduceScatter(Exchange):
 
     def kernel_uses(self) -> list[KernelUse]:
         return uses_of([self._compressor], [self._output.dtype], self.device)
+
+    def memory(self) -> set[int] | None:
+        return storages([self._output, *self._inputs, *self._residuals])
 
     def prepare(self) -> None:
         self.handle.account.collective = SCATTER

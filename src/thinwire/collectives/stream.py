@@ -320,8 +320,9 @@ class Preparer:
 
 
 def _is_full(algorithm: StreamAlgorithm) -> bool:
-    """Whether messages are about as long as they can be, as far as all ranks know."""
-    parts = algorithm.reduction.parts
+    """Whether messages are about as long as they can be, as far as all ranks know: not all
+    collectives compare residuals."""
+    parts = [part._replace(r=None) for part in algorithm.reduction.parts]
     most = max_message_bytes([part.expected for part in parts])
     return Load.of(parts).frame >= FULL * most
 
