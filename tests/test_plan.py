@@ -180,7 +180,7 @@ def test_large_tensors_go_in_slices() -> None:
     whole, sliced = (
         exchange_cost(each, 4 * MB, network) for each in (coding, coding._replace(cut=True))
     )
-    assert costs.slices_of(coding._replace(cut=True), "twoshot", 4 * MB) == 3
+    assert costs.slices_of(coding._replace(cut=True), "twoshot", 4 * MB, 4) == 3
     assert sliced.encode == pytest.approx(whole.encode / 3)
     assert sliced.between == pytest.approx(whole.between / 3)
     assert sliced.decode == whole.decode
@@ -191,8 +191,8 @@ def test_large_tensors_go_in_slices() -> None:
     fast = exchange_cost(coding._replace(cut=True), 4 * MB, Interconnect(4, 1e15, **FREE))
     assert fast.seconds == pytest.approx(fast.codec + fast.decode)
     # Short tensors and what goes through `sparse` do not.
-    assert costs.slices_of(coding._replace(cut=True), "sparse", 4 * MB) == 1
-    assert costs.slices_of(coding._replace(cut=True), "gather", MB) == 1
+    assert costs.slices_of(coding._replace(cut=True), "sparse", 4 * MB, 4) == 1
+    assert costs.slices_of(coding._replace(cut=True), "gather", MB, 4) == 1
 
 
 def test_slices_are_those_of_the_collectives() -> None:
@@ -201,8 +201,10 @@ def test_slices_are_those_of_the_collectives() -> None:
         compressor = tw.parse(spec)
         for numel in (10, 1 << 20, 1 << 21, (1 << 21) - 1, 5 << 20, 1 << 26):
             part = Part(torch.empty(1).expand(numel), None, Key(), compressor)
-            count = slice_count(Reduction([part], 1.0)) if compressor.grain else 1
-            assert costs.slices_of(table().coding(compressor), "twoshot", numel) == count
+            for ranks in (2, 16, 17, 1000):
+                count = slice_count(Reduction([part], 1.0), ranks) if compressor.grain else 1
+                found = costs.slices_of(table().coding(compressor), "twoshot", numel, ranks)
+                assert found == count
 
 
 def test_plain_all_reduces_go_two_at_a_time() -> None:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from thinwire.collectives.choose import SMALL, TWICE, moved
 from thinwire.collectives.message import ALIGNMENT
-from thinwire.collectives.stream import LEAST_BYTES, MOST
+from thinwire.collectives.stream import slices_for
 from thinwire.collectives.transport import (
     FIELDS,
     HEADER,
@@ -441,11 +441,11 @@ class ExchangeCost(NamedTuple):
         return self.moving - self.between
 
 
-def slices_of(coding: Coding, collective: str, numel: float) -> int:
+def slices_of(coding: Coding, collective: str, numel: float, ranks: int) -> int:
     """In how many slices a tensor of float32 goes; `thinwire.collectives.stream` has the rule."""
     if not coding.cut or collective not in ("gather", "twoshot", "swap"):
         return 1
-    return max(1, min(MOST, math.floor(4 * numel / LEAST_BYTES)))
+    return slices_for(4 * numel, ranks)
 
 
 def collective_of(coding: Coding, message: float, ranks: int) -> str:
@@ -474,14 +474,14 @@ def exchange_cost(
     if nodes and s > 1 and network.hosts > 1 and coding.kind not in ("plain", "joint"):
         members, own = network.hosts, numel / s
         collective = collective_of(coding, message / s, members)
-        slices = slices_of(coding, collective, own)
+        slices = slices_of(coding, collective, own, members)
         found = hierarchical(network, message, 4 * numel, collective, cold, slices)
         # Each owner adds up its shard of the node, and hands the result round.
         adding = numel / network.inside * 4 * 2 * (s - 1) / s
     else:
         members, own, adding = p, numel, 0.0
         collective = collective_of(coding, message, members)
-        slices = slices_of(coding, collective, own)
+        slices = slices_of(coding, collective, own, members)
         found = _flat(collective, coding, network, message, cold, slices)
     encode, between, decode = codec_seconds(coding, collective, own, members)
     return _cost(coding.exchange, encode, found, between, decode, slices, adding)
@@ -685,10 +685,16 @@ def gather_rows(network: Interconnect, coding: Coding, numel: float) -> Exchange
     row = coding.frame * numel / p
     if coding.kind == "plain":
         return _cost(coding.exchange, 0.0, ring(network, p - 1, row), 0.0, 0.0)
-    found = gather(network, row) if p > 1 else Moved()
+    slices = slices_of(coding, "gather", numel / p, p)
+    if p == 1:
+        found = Moved()
+    elif slices > 1:
+        found = streamed("gather", network, row, slices)
+    else:
+        found = gather(network, row)
     encode = coding.call + coding.encode * numel / p
     decode = coding.call + coding.decode * numel
-    return _cost(coding.exchange, encode, found, 0.0, decode)
+    return _cost(coding.exchange, encode, found, 0.0, decode, slices)
 
 
 def scatter_rows(network: Interconnect, coding: Coding, numel: float) -> ExchangeCost:
@@ -697,7 +703,7 @@ def scatter_rows(network: Interconnect, coding: Coding, numel: float) -> Exchang
     if coding.kind == "plain":
         found = plain_sum(network, coding.frame * numel)
         return _cost(coding.exchange, 0.0, found, 0.0, 0.0)
-    slices, message = slices_of(coding, "swap", numel), coding.frame * numel
+    slices, message = slices_of(coding, "swap", numel, p), coding.frame * numel
     if p == 1:
         found = Moved()
     elif slices > 1:

@@ -37,6 +37,9 @@ T = TypeVar("T")
 # Bytes of a slice's tensors, at least, and slices, at most. The first is compressed and the last
 # added up while nothing moves; each costs some hundred microseconds.
 LEAST_BYTES, MOST = 1 << 22, 8
+# Bytes of a slice's tensors for each rank, at least: a slice goes around rings of all ranks, and
+# with many of them hops count for more than what overlaps.
+LEAST_SHARE = 1 << 18
 AHEAD = 2  # slices that are compressed before they are sent
 # Slices that are sent to all before the first of them is waited for: gloo moves two at a time, and
 # the next must be there when one of them has ended. Their frames are kept anyway.
@@ -49,20 +52,24 @@ FULL = 0.95
 
 def in_stream(algorithm: Algorithm) -> Algorithm:
     """The same in slices, if its tensors are large and can be cut."""
-    count = slice_count(algorithm.reduction)
+    count = slice_count(algorithm.reduction, algorithm.size)
     if count == 1 or not isinstance(algorithm, StreamAlgorithm):
         return algorithm
     slices = algorithm.sliced(count)
     return algorithm if len(slices) == 1 else Stream(algorithm, slices)
 
 
-def slice_count(reduction: Reduction) -> int:
-    """In how many slices a reduction should go."""
+def slice_count(reduction: Reduction, size: int) -> int:
+    """In how many slices a reduction among so many should go."""
     parts = reduction.parts
     if parts[0].x.device.type != "cpu":
         return 1
-    num_bytes = sum(part.x.nbytes for part in parts)
-    return max(1, min(MOST, num_bytes // LEAST_BYTES))
+    return slices_for(sum(part.x.nbytes for part in parts), size)
+
+
+def slices_for(num_bytes: float, size: int) -> int:
+    """In how many slices tensors of so many bytes go among so many ranks."""
+    return max(1, min(MOST, int(num_bytes // max(LEAST_BYTES, size * LEAST_SHARE))))
 
 
 class Stream(Algorithm):

@@ -409,7 +409,7 @@ def exchange_round(
         sums = [lambda t: ring_round(world, t, 2 * (p - 1), message / 2 / p)]
         return _one_after_the_other(begin, [lambda t: meeting_round(world, t), *sums] * 2)
     room, codec = room_of(p), codec_seconds(coding, collective, numel, p)[1]
-    slices = slices_of(coding, collective, numel)
+    slices = slices_of(coding, collective, numel, p)
     if slices > 1:
         return _one_after_the_other(begin, _streamed(world, collective, message, slices, codec))
     if collective == "gather":
@@ -528,7 +528,7 @@ def simulate_step(
             algorithm = used
         encode, _, decode = codec_seconds(coding, algorithm, numel, world.ranks)
         if used not in ("plain", "tree", "grouped"):
-            encode /= slices_of(coding, algorithm, numel)
+            encode /= slices_of(coding, algorithm, numel, world.ranks)
         if used != "plain":
             encode += coding.exchange
         prepared = np.maximum(ready * own, began) + encode * world.speed

@@ -29,7 +29,7 @@ _CONSTANTS = {
     ),
     choose: ("SMALL", "TWICE"),
     message: ("ALIGNMENT",),
-    stream: ("LEAST_BYTES", "MOST"),
+    stream: ("LEAST_BYTES", "LEAST_SHARE", "MOST"),
     transport: ("HEADER", "FIELDS", "LEAST_ROOM", "MOST_ROOM", "MOST_SUMMED", "ROOM"),
     sizes: (
         *("WIDTH", "FIRST_BUCKET", "BUCKET", "WIDTH_PER_LAYER", "MATRICES", "VECTORS"),

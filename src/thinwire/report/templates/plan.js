@@ -152,9 +152,10 @@ function planner(C) {
     return [collective === "sparse" ? encode : encode * (p - 1) / p, between, decode];
   }
 
-  function slicesOf(coding, collective, numel) {
+  function slicesOf(coding, collective, numel, p) {
     if (!coding.cut || !["gather", "twoshot"].includes(collective)) return 1;
-    return Math.max(1, Math.min(C.MOST, Math.floor(4 * numel / C.LEAST_BYTES)));
+    const least = Math.max(C.LEAST_BYTES, p * C.LEAST_SHARE);
+    return Math.max(1, Math.min(C.MOST, Math.floor(4 * numel / least)));
   }
 
   function exchangeCost(coding, numel, n, nodes, cold) {
@@ -167,12 +168,12 @@ function planner(C) {
       members = n.hosts;
       own = numel / s;
       collective = collectiveOf(coding, message / s, members);
-      slices = slicesOf(coding, collective, own);
+      slices = slicesOf(coding, collective, own, members);
       found = hierarchical(n, message, 4 * numel, collective, cold, slices);
       adding = numel / n.inside * 4 * 2 * (s - 1) / s;
     } else {
       collective = collectiveOf(coding, message, members);
-      slices = slicesOf(coding, collective, own);
+      slices = slicesOf(coding, collective, own, members);
       if (slices > 1) found = streamed(collective, n, message, slices, cold);
       else if (collective === "joint") found = joint(n, message, cold, coding.first);
       else found = COLLECTIVES[collective](n, message, cold);
