@@ -33,6 +33,7 @@ from thinwire.errors import PeerError, ThinwireError
 
 _NOTHING = object()
 IDLE_CHECK = 1.0  # seconds between two looks whether the process group still exists
+LOOKED_OVER = 16  # handles of a thread from which on those that were waited for are let go
 GRACE = 1.0  # seconds that exchanges get to end when their group or the interpreter does
 PATIENCE = 10.0  # seconds that threads then have to close their connections, on a busy machine
 
@@ -76,7 +77,8 @@ class Channel:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
         self._caller: threading.Thread | None = None  # inside a call that waits
-        self._background: list[tuple[threading.Thread, weakref.ref[Handle]]] = []
+        # What each thread has started and not waited for.
+        self._background: dict[threading.Thread, list[weakref.ref[Handle]]] = {}
         self.thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
         )
@@ -89,8 +91,10 @@ class Channel:
         """
         with self._lock:
             self._submit(exchange)
-            started = (threading.current_thread(), weakref.ref(exchange.handle))
-            self._background.append(started)
+            own = self._background.setdefault(threading.current_thread(), [])
+            if len(own) >= LOOKED_OVER:
+                own[:] = filter(_is_open, own)
+            own.append(weakref.ref(exchange.handle))
 
     def call(self, exchange: Runnable) -> None:
         """Queue an exchange and wait for it; until this returns, those of other threads are
@@ -114,22 +118,30 @@ class Channel:
     def _check_thread(self, what: str) -> None:
         """Refuse an exchange beside one of another thread: on another rank it might come first."""
         me, caller = threading.current_thread(), self._caller
-        self._background = [each for each in self._background if _is_open(each[1])]
         if me is self.thread or me is self._finisher.thread:
             return
         if caller is not None and caller is not me:
             does = "is inside a call"
         else:
-            others = [thread for thread, _ in self._background if not _ordered(me, thread)]
-            if not others:
+            caller = self._other_than(me)
+            if caller is None:
                 return
-            caller, does = others[0], "has not yet waited for one that it started"
+            does = "has not yet waited for one that it started"
         raise RuntimeError(
             f"{what} was called in thread {me.name!r} while thread {caller.name!r} {does} on the "
             "same process group: other ranks may order the two differently, and results would get "
             "mixed up. Use a group in one thread at a time, or make one for each thread "
             "(torch.distributed.new_group)"
         )
+
+    def _other_than(self, me: threading.Thread) -> threading.Thread | None:
+        """A thread that has not waited for what it started, in no order with this one."""
+        for thread in [each for each in self._background if each is not me]:
+            if not any(map(_is_open, self._background[thread])):
+                del self._background[thread]
+            elif not _ordered(me, thread):
+                return thread
+        return None
 
     def look_ahead(self, moving: Runnable) -> None:
         """Called by the exchange that is under way when it is prepared: the next may be, too."""
