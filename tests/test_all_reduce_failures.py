@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,11 +148,9 @@ FAILING = [
 ]
 
 
-def on_failing(spec: str, collective: str, at: int) -> tuple[Report, bool]:
-    """The encoder of rank 1 breaks at its `at`-th use, after a call that went well."""
-    me, compressor = dist.get_rank(), tw.parse(spec)
-    given = {"compressor": spec, "collective": collective}
-    assert not attempt(**given).error
+@contextlib.contextmanager
+def breaking(compressor: tw.Compressor, at: int) -> Iterator[None]:
+    """Encoding fails at its `at`-th use, with 0 never."""
     target = "select" if isinstance(compressor, tw.compressors.SparseCompressor) else "encode_flat"
     whole, uses = getattr(type(compressor), target), []
 
@@ -162,8 +161,16 @@ def on_failing(spec: str, collective: str, at: int) -> tuple[Report, bool]:
         return whole(self, request)
 
     with pytest.MonkeyPatch.context() as patch:
-        if me == 1:
-            patch.setattr(type(compressor), target, broken)
+        patch.setattr(type(compressor), target, broken)
+        yield
+
+
+def on_failing(spec: str, collective: str, at: int) -> tuple[Report, bool]:
+    """The encoder of rank 1 breaks at its `at`-th use, after a call that went well."""
+    me, compressor = dist.get_rank(), tw.parse(spec)
+    given = {"compressor": spec, "collective": collective}
+    assert not attempt(**given).error
+    with breaking(compressor, at if me == 1 else 0):
         report = attempt(**given)
     return report, works()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rows import ROWS
 from tensors import FLOATS, normal, real_of, same
 from test_all_reduce import Case, Done, check_conservation
-from test_all_reduce_failures import Report, attempt, check_death, die, works
+from test_all_reduce_failures import Report, attempt, breaking, check_death, die, works
 
 import thinwire as tw
 from thinwire.collectives import stream
@@ -51,22 +51,6 @@ def slicing() -> Iterator[list[int]]:
         patch.setattr(stream, "MOST", SLICES)
         patch.setattr(Flow, "run", counted)
         yield counts
-
-
-@contextlib.contextmanager
-def breaking(at: int) -> Iterator[None]:
-    """The encoder of quantize fails at its `at`-th use, with 0 never."""
-    uses, whole = [], tw.Quantize.encode_flat
-
-    def broken(self, request):
-        uses.append(1)
-        if len(uses) == at:
-            raise RuntimeError("out of paper")
-        return whole(self, request)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tw.Quantize, "encode_flat", broken)
-        yield
 
 
 def gradient(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -255,7 +239,7 @@ def on_broken_spread(at: int) -> tuple[str, bool, bool]:
     """The encoder of rank 1 breaks at its `at`-th slice; then one after the other at a time."""
     me, size = dist.get_rank(), dist.get_world_size()
     r, table, error = leftover(me), torch.zeros(size, N), ""
-    with breaking(at if me == 1 else 0), slicing():
+    with breaking(tw.Quantize(4), at if me == 1 else 0), slicing():
         try:
             tw.all_gather(table, gradient(me), "quantize:4", residual=r)
         except (tw.PeerError, RuntimeError) as caught:
@@ -358,7 +342,7 @@ def test_with_a_memory_limit_on_one_rank_all_go_in_one():
 
 def on_failing(collective: str, at: int) -> tuple[Report, bool]:
     """The encoder of rank 1 breaks at its `at`-th use."""
-    with breaking(at if dist.get_rank() == 1 else 0), slicing():
+    with breaking(tw.Quantize(4), at if dist.get_rank() == 1 else 0), slicing():
         report = attempt(n=N, compressor="quantize:4", collective=collective)
     return report, works()
 

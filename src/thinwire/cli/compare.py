@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.parsing import INTERRUPTED, Commands, add_distance, complain, patient
+from thinwire.cli.parsing import INTERRUPTED, Commands, add_distance, add_folder, complain, patient
 from thinwire.compare.settings import (
     BASELINE,
     EVALUATIONS,
@@ -173,13 +173,7 @@ def add(commands: Commands) -> None:
         "what an uncompressed step takes, for a script 300",
     )
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--out",
-        metavar="FOLDER",
-        type=Path,
-        default=Path("report"),
-        help="for the page, its pictures and the data; default: report",
-    )
+    add_folder(output, "the page, its pictures and the data")
     parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
     _add_report(commands)

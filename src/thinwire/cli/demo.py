@@ -3,10 +3,9 @@
 import argparse
 import shlex
 import sys
-from pathlib import Path
 
 from thinwire.cli.compare import check_output, compare, show
-from thinwire.cli.parsing import INTERRUPTED, Commands, complain, patient
+from thinwire.cli.parsing import INTERRUPTED, Commands, add_folder, complain, patient
 from thinwire.compare.settings import BASELINE, HOSTS, ComparisonSettingError, ComparisonSettings
 
 LINK, SECONDS = "30mbit", 10.0
@@ -38,13 +37,7 @@ def add(commands: Commands) -> None:
         default=SECONDS,
         help=f"of each training; default: {SECONDS:g}",
     )
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        type=Path,
-        default=Path("report"),
-        help="for the page, and a folder for each model; default: report",
-    )
+    add_folder(parser, "the page, and a folder for each model")
     parser.set_defaults(run=run)
 
 

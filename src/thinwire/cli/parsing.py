@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from thinwire.formatting import one_line
@@ -52,6 +53,17 @@ def add_distance(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--loss", metavar="SHARE", help="of the packets that a host sends: 0.001 or 0.1%%"
+    )
+
+
+def add_folder(group: argparse._ActionsContainer, what: str) -> None:
+    """Where a command writes its report."""
+    group.add_argument(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        default=Path("report"),
+        help=f"for {what}; default: report",
     )
 
 

@@ -20,7 +20,7 @@ what came of the one before is summed (decision 25).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from thinwire.collectives.choose import SMALL, TWICE, moved
@@ -686,15 +686,22 @@ def gather_rows(network: Interconnect, coding: Coding, numel: float) -> Exchange
     if coding.kind == "plain":
         return _cost(coding.exchange, 0.0, ring(network, p - 1, row), 0.0, 0.0)
     slices = slices_of(coding, "gather", numel / p, p)
-    if p == 1:
-        found = Moved()
-    elif slices > 1:
-        found = streamed("gather", network, row, slices)
-    else:
-        found = gather(network, row)
+    found = _in_one_or_slices("gather", gather, network, row, slices)
     encode = coding.call + coding.encode * numel / p
     decode = coding.call + coding.decode * numel
     return _cost(coding.exchange, encode, found, 0.0, decode, slices)
+
+
+def _in_one_or_slices(
+    name: str,
+    whole: Callable[[Interconnect, float], Moved],
+    network: Interconnect,
+    message: float,
+    slices: int,
+) -> Moved:
+    if network.ranks == 1:
+        return Moved()
+    return streamed(name, network, message, slices) if slices > 1 else whole(network, message)
 
 
 def scatter_rows(network: Interconnect, coding: Coding, numel: float) -> ExchangeCost:
@@ -704,12 +711,7 @@ def scatter_rows(network: Interconnect, coding: Coding, numel: float) -> Exchang
         found = plain_sum(network, coding.frame * numel)
         return _cost(coding.exchange, 0.0, found, 0.0, 0.0)
     slices, message = slices_of(coding, "swap", numel, p), coding.frame * numel
-    if p == 1:
-        found = Moved()
-    elif slices > 1:
-        found = streamed("swap", network, message, slices)
-    else:
-        found = swap(network, message)
+    found = _in_one_or_slices("swap", swap, network, message, slices)
     encode = (coding.call + coding.encode * numel) * (p - 1) / p
     decode = (p - 1) * (coding.call + coding.add * numel / p)
     return _cost(coding.exchange, encode, found, 0.0, decode, slices)
