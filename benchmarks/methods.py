@@ -86,10 +86,9 @@ PARTS: dict[str, dict[str, list[Way]]] = {
             *sparse("0.05", "ef21m:0.3", SHORT)[:2],
             f"warmup:30,(arc:0.02,{SHORT})+ef14",
             "warmup:30,(randomk:0.02,shared=true)+ef14",
-            seeds=1,
         ),
-        "longer": ways(MOMENTUM, "ddp", DGC[1], longer=2, seeds=1),
-        "eight ranks": ways("images", "ddp", *sparse("0.02", "ef14", SHORT), ranks=8, seeds=1),
+        "longer": ways(MOMENTUM, "ddp", DGC[1], longer=2),
+        "eight ranks": ways("images", "ddp", *sparse("0.02", "ef14", SHORT), ranks=8),
         "others": [
             *ways(
                 "images",
@@ -108,7 +107,6 @@ PARTS: dict[str, dict[str, list[Way]]] = {
             *sparse("0.05", "ef21m:0.1", OWN)[:2],
             f"warmup:{{part}},(arc:0.05,{OWN})+ef14",
             "warmup:{part},(powersgd:4)+ef14",
-            seeds=1,
         ),
         "others": ways(
             "text", "powersgd:2", "1bit-sgd", "quantize:4", "qsgd:4bit", "terngrad", seeds=1
