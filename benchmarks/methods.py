@@ -49,7 +49,6 @@ class Way(NamedTuple):
     workload: str
     method: str
     ranks: int = 4
-    seeds: int | None = None  # None for as many as were asked for
     granularity: str = "bucket"
     longer: int = 1  # times the steps
 
@@ -73,9 +72,8 @@ PARTS: dict[str, dict[str, list[Way]]] = {
             *sparse("0.05", "ef21m:0.1", SHORT),
         ),
         "momentum": [
-            *ways(MOMENTUM, "ddp", "powersgd:4", DGC[1]),
-            *ways(MOMENTUM, DGC[0], seeds=1),
-            *ways(MOMENTUM, DGC[0], granularity="tensor", seeds=1),
+            *ways(MOMENTUM, "ddp", "powersgd:4", *DGC),
+            *ways(MOMENTUM, DGC[0], granularity="tensor"),
         ],
         "low rank": ways("images", "powersgd:4"),
         "grid": ways(
@@ -94,9 +92,8 @@ PARTS: dict[str, dict[str, list[Way]]] = {
                 "images",
                 *("powersgd:2", "topk:0.01", "topk:0.001", "1bit-sgd", "ef-signsgd"),
                 *("quantize:4", "qsgd:4bit", "terngrad", "natural"),
-                seeds=1,
             ),
-            *ways(SIGNS, "ddp", "signsgd", "signum", seeds=1),
+            *ways(SIGNS, "ddp", "signsgd", "signum"),
         ],
     },
     "text": {
@@ -109,7 +106,7 @@ PARTS: dict[str, dict[str, list[Way]]] = {
             "warmup:{part},(powersgd:4)+ef14",
         ),
         "others": ways(
-            "text", "powersgd:2", "1bit-sgd", "quantize:4", "qsgd:4bit", "terngrad", seeds=1
+            "text", "powersgd:2", "1bit-sgd", "quantize:4", "qsgd:4bit", "terngrad", "natural"
         ),
     },
 }
@@ -130,9 +127,9 @@ COST = (  # method, collective
 def tasks_of(way: Way, options: argparse.Namespace) -> list[Task]:
     steps = way.longer * (options.steps or STEPS[options.workload])
     method = way.method.replace("{part}", str(max(1, steps // 20)))
-    seeds = options.seeds if way.seeds is None else min(way.seeds, options.seeds)
     return [
-        Task(way.workload, method, way.ranks, steps, seed, way.granularity) for seed in range(seeds)
+        Task(way.workload, method, way.ranks, steps, seed, way.granularity)
+        for seed in range(options.seeds)
     ]
 
 
@@ -361,7 +358,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workload", choices=tuple(PARTS), default="images")
     parser.add_argument("--parts", nargs="+", help="of the study (all)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of most methods (3)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each method (3)")
     parser.add_argument("--steps", type=int, help="steps of a run (images: 300, text: 120)")
     add_training_options(parser)
     parser.add_argument("--ranks", type=int, default=4, help="of --cost (4)")
