@@ -597,7 +597,6 @@ class Block(NamedTuple):
 
 
 BLOCKS: dict[str, Block] = {
-    "methods-study": Block(methods, "python benchmarks/methods.py --parts arc momentum"),
     "collectives": Block(collectives, "python benchmarks/collectives.py"),
     "compare-images": Block(comparison, "python benchmarks/compare.py"),
     "compare-text": Block(comparison, "python benchmarks/compare.py --workload text"),

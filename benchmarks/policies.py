@@ -297,6 +297,10 @@ def auto_targets(found: list[dict[str, Any]]) -> list[Target]:
             Target.at_most(f"{where}: step / best fixed method's", ours / best, 1.10),
             Target.at_most(f"{where}: step / plain DDP's", ours / steps[PLAIN], 1.03),
         ]
+        if (cell["workload"], cell["link"]) == (WIDE, "1gbit"):
+            strong = LADDERS["images"][-1]
+            what = f"{where}: {strong}: times faster than plain DDP"
+            targets.append(Target.at_least(what, steps[PLAIN] / steps[strong], 1.6))
     return targets
 
 
