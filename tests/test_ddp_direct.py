@@ -6,21 +6,24 @@ are those of nets.py.
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import ranks
+import torch
 import torch.distributed as dist
 from nets import Books, all_same, alone, backward, gradients, named, plain, raised, train, wired
 from torch import Tensor
 
 import thinwire as tw
 from thinwire.collectives.direct import DirectSums
+from thinwire.collectives.probe import LinkProbe
 from thinwire.parallel.ddp import COMPARED, SETTLED, BackwardPass
-from thinwire.policies.base import Choice, Chooser, Policy, PolicyContext, TensorInfo
+from thinwire.policies.base import Choice, Chooser, Measured, Policy, PolicyContext, TensorInfo
 
 SHORT = 1.5  # seconds: a timeout that is meant to pass
 
@@ -89,6 +92,36 @@ class _Some(Chooser):
         return False
 
 
+class Telling(Policy):
+    """Everything uncompressed; ranks tell each other a number after every fifth step, and time the
+    link after the first of these."""
+
+    name = "telling"
+    main = tw.parse("topk:0.1")
+
+    def begin(self, context: PolicyContext) -> Chooser:
+        return _Telling()
+
+
+class _Telling(_Some):
+    num_reports = 1
+
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
+        return None
+
+    def due(self, step: int) -> bool:
+        return step % 5 == 0
+
+    def probes(self, step: int) -> int:
+        return 1000 if step == 5 else 0
+
+    def report(self, measured: Measured) -> list[float]:
+        return [1.0]
+
+    def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
+        pass
+
+
 def on_changes() -> tuple[list[int], dict[str, float], bool]:
     model, wire = wired(SomeSteps())
     books, direct = Books(model, wire), []
@@ -139,9 +172,9 @@ def test_a_rank_that_is_lost_in_a_direct_sum_is_noticed(how):
         assert any(f"within {SHORT} s" in first for first, _ in found[:2])
 
 
-def on_interrupted() -> tuple[list[str], bool]:
+def on_interrupted(policy: Any) -> tuple[list[str], bool]:
     """Rank 0 is interrupted while it waits for rank 1, which comes after that."""
-    model, _ = wired("none")
+    model, _ = wired(policy)
     later, errors = dist.new_group([0, 1]), []
     train(model, range(4))
     if dist.get_rank() == 0:
@@ -159,8 +192,9 @@ def on_interrupted() -> tuple[list[str], bool]:
     return errors, all_same(*everyone)
 
 
-def test_training_goes_on_after_ctrl_c_in_a_pass_that_waits():
-    for errors, alike in ranks.run(on_interrupted, ranks=2):
+@pytest.mark.parametrize("policy", ["none", Telling()], ids=["fixed", "with a report"])
+def test_training_goes_on_after_ctrl_c_in_a_pass_that_waits(policy):
+    for errors, alike in ranks.run(on_interrupted, policy, ranks=2):
         assert not any(errors)
         assert alike
 
@@ -208,3 +242,156 @@ def test_a_rank_that_fails_where_ranks_do_not_meet_hangs_up(where):
     assert other.startswith("PeerError: ")
     for each in (then, later):
         assert each.startswith(("PeerError: ", "ValueError: no"))
+
+
+class FullDisk:
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        if step == 5:
+            raise OSError("disk full")
+
+
+def on_full_disk() -> list[str]:
+    model, wire = wired("none", timeout=SHORT)
+    if dist.get_rank() == 0:
+        wire.log_to(FullDisk(), every=1)
+    return [attempt(model, step) for step in range(7)]
+
+
+def test_what_fails_on_one_rank_after_a_pass_does_not_part_the_ranks():
+    own, other = ranks.run(on_full_disk, ranks=2)
+    assert own == ["", "", "", "", "OSError: disk full", "", ""]
+    assert not any(other)
+
+
+def on_late_lane(find_unused: bool) -> str:
+    """Rank 1 does not come to the first direct pass."""
+    options = {"find_unused_parameters": find_unused}
+    model, _ = wired("none", ddp=options, timeout=SHORT)
+    train(model, range(SETTLED))
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    return attempt(model, SETTLED)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_the_time_limit_holds_before_the_first_direct_sum(find_unused):
+    with ranks.Ranks(2) as group:
+        first, _ = group.run(on_late_lane, find_unused, dying=[1])
+    assert first.startswith("PeerError: "), first
+    assert f"within {SHORT} s" in first
+
+
+def on_broken_policy(what: str) -> tuple[list[str], str]:
+    """The report or the probe after step 5 fails on rank 0."""
+    model, wire = wired(Telling())
+    calls = 0
+
+    def fail(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ValueError("no")
+        return [1.0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            broken = (_Telling, "report") if what == "report" else (LinkProbe, "prepare")
+            patch.setattr(*broken, fail)
+        errors = [attempt(model, step) for step in range(9)]
+    return errors, raised(wire.state_dict)
+
+
+@pytest.mark.parametrize("what", ["report", "probe"])
+def test_a_report_or_probe_that_fails_on_one_rank_ends_one_step(what):
+    (own, saved), (other, too) = ranks.run(on_broken_policy, what, ranks=2)
+    assert [number for number, error in enumerate(own) if error] == [5]
+    assert [number for number, error in enumerate(other) if error] == [5]
+    assert own[5] == "ValueError: no"
+    assert other[5].startswith("PeerError: ")
+    assert not saved + too
+
+
+def on_other_checks() -> list[str]:
+    model, _ = wired("none", check_every=4 if dist.get_rank() == 0 else 0)
+    return [attempt(model, step) for step in range(2)]
+
+
+def test_ranks_that_check_their_replicas_after_other_steps_learn_so():
+    words = "MismatchError: ranks disagree in one call, check_every: 4 on rank 0 but 0 on rank 1"
+    for errors in ranks.run(on_other_checks, ranks=2):
+        assert errors == [words, words]
+
+
+def on_interrupted_choice() -> str:
+    """Ctrl-C on rank 0 when it is not known yet whether ranks will meet."""
+    model, wire = wired("none")
+    train(model, range(4))
+    if dist.get_rank():
+        return attempt(model, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(wire._hook), "_is_plain", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            backward(model, 4)
+    return attempt(model, 5)
+
+
+def test_ctrl_c_before_it_is_known_whether_ranks_meet_is_told():
+    later, other = ranks.run(on_interrupted_choice, ranks=2)
+    assert other.startswith("PeerError: ")
+    assert (
+        later == "PeerError: the group lost its connections in an earlier call: KeyboardInterrupt"
+    )
+
+
+def on_left() -> tuple[bool, bool]:
+    """A neighbour that says farewell while a direct sum is under way, and after it."""
+    model, wire = wired("none")
+    train(model, range(3))
+    channel = wire._hook._direct_sums._channel
+    link = channel.link
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(link), "neighbour_left", True)
+        transfer = object()
+        channel.begin_direct(transfer)
+        channel._tidy_up()
+        before = link.closed
+        channel.end_direct(transfer)
+        dist.barrier()
+        channel._tidy_up()
+        return before, link.closed
+
+
+def test_connections_stay_while_a_direct_sum_needs_them():
+    for before, after in ranks.run(on_left, ranks=2):
+        assert (before, after) == (False, True)
+
+
+def on_abandoned() -> bool:
+    """Rank 0 begins a sum, rank 1 never does, and nobody waits: as after Ctrl-C."""
+    model, wire = wired("none")
+    train(model, range(3))
+    if dist.get_rank():
+        return True
+    sums = wire._hook._direct_sums
+    handle = sums.average(torch.ones(1000))
+    sums._channel.close()
+    sums._channel.thread.join(60)
+    return not handle._transfer._posted
+
+
+def test_a_sum_that_nobody_waits_for_does_not_keep_the_process():
+    with ranks.Ranks(2) as group:
+        assert group.run(on_abandoned) == [True, True]
+
+
+def on_one() -> set[str]:
+    before = {thread.name for thread in threading.enumerate()}
+    model, _ = wired("none")
+    train(model, range(4))
+    return {thread.name for thread in threading.enumerate()} - before
+
+
+def test_one_rank_alone_has_no_thread_for_exchanges():
+    assert ranks.run(on_one, ranks=1) == [set()]

@@ -209,6 +209,17 @@ def on_spread_in_one() -> list[int]:
         shifted = table[5 : 5 + N].copy_(normal(N, me))
         tw.all_gather(table, shifted, "none")
         assert same(table, torch.cat([normal(N, i) for i in range(size)]))
+        for kind in ("strides", "memory") if me else ("", ""):  # of the second rank alone
+            rows, columns = 11, N // 11
+            x = normal(rows * columns, me).view(rows, columns)
+            places = [torch.empty_like(x) for _ in range(size)]
+            if kind == "strides":
+                places = [torch.empty(columns, rows).t() for _ in range(size)]
+            elif kind == "memory":
+                x = places[0].copy_(x)
+            tw.all_gather(places, x, "none")
+            for i, place in enumerate(places):
+                assert same(place, normal(rows * columns, i).view(rows, columns))
     return counts
 
 

@@ -103,6 +103,12 @@ class StreamAlgorithm(Algorithm):
     def to_all(self) -> ToAll | None:
         """The second half."""
 
+    @property
+    def in_one(self) -> bool:
+        """Whether this member's own memory allows no slices: then all members go in one."""
+        return False
+
     def sliced(self, count: int) -> "Sequence[StreamAlgorithm]":
-        """The same for each of so many slices of the tensors, or for fewer."""
+        """The same for each of so many slices of the tensors, or for fewer: as many on all members,
+        whatever `in_one` says on some of them."""
         return [type(self)(each, self.rank, self.size) for each in self.reduction.sliced(count)]

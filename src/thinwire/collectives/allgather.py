@@ -158,14 +158,21 @@ class GatherPayloads(StreamAlgorithm, ToAll):
     def to_all(self) -> ToAll:
         return self
 
-    def sliced(self, count: int) -> "list[GatherPayloads]":
-        """The same for each of so many slices of all tensors, or for fewer: itself where these
-        differ in length, or one would be read after another was written over it."""
-        alike = all(place.numel() == self._part.x.numel() for place in self._places)
+    @property
+    def in_one(self) -> bool:
+        """Where a tensor would be read after another was written over it, and where one is not
+        contiguous."""
         own = self._places[self.rank].data_ptr() == self._part.x.data_ptr()
         apart = own or storages([self._part.x]).isdisjoint(storages(self._places))
-        if not alike or not apart or not all(place.is_contiguous() for place in self._places):
+        return not apart or not all(place.is_contiguous() for place in self._places)
+
+    def sliced(self, count: int) -> "list[GatherPayloads]":
+        """The same for each of so many slices of all tensors, or for fewer: itself where these
+        differ in length."""
+        if any(place.numel() != self._part.x.numel() for place in self._places):
             return [self]
+        if self.in_one:
+            return [self] * len(self.reduction.sliced(count))
         columns = zip(
             *(
                 cut([self._part._replace(x=place.view(-1), r=None)], count)

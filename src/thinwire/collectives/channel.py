@@ -26,7 +26,7 @@ import torch.distributed as dist
 from thinwire import torch_internals
 from thinwire.collectives.connect import LOOK, GivenUpError, Members, Pulse, join_all
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.link import Link
+from thinwire.collectives.link import Link, Transfer
 from thinwire.collectives.options import Options
 from thinwire.collectives.watch import reap
 from thinwire.errors import PeerError, ThinwireError
@@ -79,6 +79,7 @@ class Channel:
         self._caller: threading.Thread | None = None  # inside a call that waits
         # What each thread has started and not waited for.
         self._background: dict[threading.Thread, list[weakref.ref[Handle]]] = {}
+        self._direct: set[Transfer] = set()  # of threads that post and wait by themselves
         self.thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
         )
@@ -183,6 +184,16 @@ class Channel:
         """The connections, once there has been an exchange."""
         return self._link
 
+    def begin_direct(self, transfer: Transfer) -> None:
+        """A transfer of the caller's own is under way on these connections."""
+        with self._lock:
+            self._direct.add(transfer)
+
+    def end_direct(self, transfer: Transfer) -> None:
+        """It has ended, well or not."""
+        with self._lock:
+            self._direct.discard(transfer)
+
     def note_lost(self, why: str) -> None:
         """The connections were lost elsewhere."""
         self._lost = self._lost or why
@@ -224,6 +235,10 @@ class Channel:
         self._refuse_the_rest()
         self._preparer.shutdown()
         self._finisher.shutdown()
+        with self._lock:
+            left, self._direct = self._direct, set()
+        for transfer in left:
+            transfer.leave()  # nobody may wait for it any more, and its group would
         if self._link is not None:
             self._link.close(farewell=True)
         self._linger()
@@ -237,7 +252,9 @@ class Channel:
     def _tidy_up(self) -> None:
         """Nothing is to do: close what nobody needs any more."""
         forget_ended()
-        if self._link is not None and not self._link.closed and self._link.neighbour_left:
+        if self._link is None or self._link.closed or self._direct:
+            return
+        if self._link.neighbour_left:
             # The neighbour on the other side learns of it in the same way.
             self._lost = f"one of ranks {self.members.others} has left the group"
             self._link.close(farewell=True)

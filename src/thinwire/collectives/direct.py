@@ -19,7 +19,7 @@ from thinwire.collectives.connect import GivenUpError
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.link import Transfer
 from thinwire.collectives.options import Options
-from thinwire.errors import MismatchError, PeerError, ThinwireError
+from thinwire.errors import MismatchError, PeerError
 
 
 class DirectSums:
@@ -65,19 +65,25 @@ class DirectSums:
         link = self._channel.link
         if link is None or link.closed:
             raise PeerError("the group has lost its connections")
-        before = (link.bytes_sent, link.bytes_received, link.network_bytes)
-        transfer = link.start_all_reduce(tensor, op, self._limit)
+        lane = link.beside("direct", self._limit, counts=False)
+        before = (lane.bytes_sent, lane.bytes_received, lane.network_bytes)
+        transfer = lane.start_all_reduce(tensor, op, self._limit)
+        self._channel.begin_direct(transfer)
         handle = DirectHandle(self, what, transfer, check)
         account = handle.account
         account.collective, account.tensor_bytes = "summable", [tensor.nbytes]
-        account.bytes_sent = link.bytes_sent - before[0]
-        account.bytes_received = link.bytes_received - before[1]
-        account.network_bytes = link.network_bytes - before[2]
+        account.bytes_sent = lane.bytes_sent - before[0]
+        account.bytes_received = lane.bytes_received - before[1]
+        account.network_bytes = lane.network_bytes - before[2]
         return handle
+
+    def ended(self, transfer: Transfer) -> None:
+        """A transfer has ended, well or not."""
+        self._channel.end_direct(transfer)
 
     def note_lost(self, error: BaseException) -> None:
         """Later exchanges of the group say why there can be none."""
-        self._channel.note_lost(str(error))
+        self._channel.note_lost(str(error) or type(error).__name__)
 
     def close(self, error: BaseException) -> None:
         """Close the connections: the others may wait for a sum that this rank will not take part
@@ -109,16 +115,17 @@ class Agreement:
     """
 
     def __init__(self, sums: DirectSums, step: int, doubts: bool) -> None:
-        self._numbers = torch.tensor([step, -step, int(doubts)])
-        what = f"comparison of step {step}"
-        self.handle = sums.start(self._numbers, dist.ReduceOp.MAX, what, self._check)
+        numbers = self._numbers = torch.tensor([step, -step, int(doubts)])
 
-    def _check(self) -> None:
-        most, least = int(self._numbers[0]), -int(self._numbers[1])
-        if most != least:
-            raise MismatchError(
-                f"ranks disagree in one call, step: {least} on some ranks but {most} on others"
-            )
+        def check() -> None:
+            most, least = int(numbers[0]), -int(numbers[1])
+            if most != least:
+                raise MismatchError(
+                    f"ranks disagree in one call, step: {least} on some ranks but {most} on others"
+                )
+
+        what = f"comparison of step {step}"
+        self.handle = sums.start(numbers, dist.ReduceOp.MAX, what, check)
 
     @property
     def doubts(self) -> bool:
@@ -137,23 +144,25 @@ class DirectHandle(Handle):
         self._transfer: Transfer | None = transfer
 
     def wait(self, timeout: float | None = None) -> None:
+        """As that of any handle, without a timeout of its own: the sum has one."""
         self.wait_until_ended()
-        super().wait(timeout)
+        super().wait()
 
     def wait_until_ended(self) -> None:
         """Ctrl-C comes out of this, and the sum goes on: it can be waited for again."""
         transfer = self._transfer
         if transfer is not None:
-            error: ThinwireError | None = None
+            error: Exception | None = None
             waited = not transfer.look()
             try:
                 transfer.wait()
                 self._check()
             except GivenUpError:
                 error = PeerError("given up: the process group or the interpreter has ended")
-            except ThinwireError as raised:
+            except Exception as raised:
                 error = raised
             self._transfer = None
+            self._sums.ended(transfer)
             if isinstance(error, PeerError):
                 self._sums.note_lost(error)
                 self.account.lost = True

@@ -4,8 +4,9 @@ A link is a process group of its own over the same ranks, so that nothing here c
 the collectives that the user's program runs at the same time.
 
 A link can have branches: connections of some members alone, or more of all. They belong to it: what
-they move counts there, and whoever loses one of them loses all, so that members who wait elsewhere
-learn of it. Threads may use branches side by side; each of them is used by one thread at a time.
+they move counts there unless another thread has them for itself, and whoever loses one of them
+loses all, so that members who wait elsewhere learn of it. Threads may use branches side by side;
+each of them is used by one thread at a time.
 
 Everything waits in short steps, so that a thread that waits can be told to give up: a thread that
 sits inside torch when the interpreter ends takes the process down with a crash.
@@ -73,6 +74,7 @@ class Link:
         self._waits_in_steps = members.backend.name == "gloo"
         self._watch: Watch | None = None
         self._whole = whole
+        self._counts = True  # what this moves counts for the whole, too
         self._root: Link = self if whole is None else whole._root
         self._branches: dict[str, Link] = {}
         self._lock = threading.Lock()
@@ -91,20 +93,32 @@ class Link:
         ranks, index = tuple(whole.ranks[place] for place in places), places.index(whole.index)
         return self._branch("-".join(map(str, places)), ranks, index, limit)
 
-    def beside(self, name: str, limit: timedelta) -> "Link":
-        """More connections of all members, for what must not wait behind other data."""
-        return self._branch(name, self.members.ranks, self.members.index, limit)
+    def beside(self, name: str, limit: timedelta, *, counts: bool = True) -> "Link":
+        """More connections of all members, for what must not wait behind other data.
 
-    def _branch(self, name: str, ranks: tuple[int, ...], index: int, limit: timedelta) -> "Link":
+        Args:
+            counts: what they move counts here, too.
+        """
+        return self._branch(name, self.members.ranks, self.members.index, limit, counts)
+
+    def _branch(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        index: int,
+        limit: timedelta,
+        counts: bool = True,
+    ) -> "Link":
         if name not in self._branches:
             members = replace(
                 self.members, name=f"{self.members.name}/{name}", ranks=ranks, index=index
             )
             try:
-                self._branches[name] = Link(members, limit, self._stopped, whole=self)
+                branch = self._branches[name] = Link(members, limit, self._stopped, whole=self)
             except PeerError:
                 self.close()
                 raise
+            branch._counts = counts
         return self._branches[name]
 
     def all_gather(self, mine: Tensor, limit: timedelta) -> Tensor:
@@ -175,11 +189,11 @@ class Link:
         return Transfer(self, limit, list(out.view(size, -1)), (posted,))
 
     def start_all_reduce(self, tensor: Tensor, op: Any, limit: timedelta) -> "Transfer":
-        """The backend's own reduction in place, without waiting, on connections of its own."""
-        lane, size = self.beside("direct", limit), self.members.size
+        """The backend's own reduction in place, without waiting."""
+        size = self.members.size
         moved = 2 * (size - 1) * tensor.nbytes // size
         self._count(moved, moved, 4 * (size - 1))
-        group = lane._open_group()
+        group = self._open_group()
         posted = Posted(group, torch_internals.all_reduce(group, tensor, op, limit))
         return Transfer(self, limit, [tensor], (posted,))
 
@@ -333,7 +347,7 @@ class Link:
             self.bytes_sent += sent
             self.network_bytes += sent + (MESSAGE * messages if self._waits_in_steps else 0)
             self.bytes_received += received
-        if self._whole is not None:
+        if self._whole is not None and self._counts:
             self._whole._count(sent, received, messages)
 
     def _alarmed(self) -> bool:

@@ -4,7 +4,8 @@ An exchange compresses, meets, moves, adds up. Where its tensors are large it do
 slice, without meetings in between: while one slice moves, a thread compresses the next, and what
 has come of the one before is added up (docs/decisions/0025).
 
-1. Meet once: compare the calls; a member with a memory limit has all go in one.
+1. Meet once: compare the calls; a member with a memory limit, or whose tensors overlap, has all go
+   in one.
 2. For each slice, as soon as it is compressed: send a letter to every other member; when theirs
    have come, add up, compress again and send a letter to all. Or one of the two, as the algorithm
    has it. Several slices are under way in either half.
@@ -83,7 +84,7 @@ class Stream(Algorithm):
     def __init__(self, whole: StreamAlgorithm, slices: Sequence[StreamAlgorithm]) -> None:
         super().__init__(whole.reduction, whole.rank, whole.size)
         # What a memory limit is compared with was counted for the whole.
-        self._limited = self.reduction.max_bytes is not None
+        self._limited = self.reduction.max_bytes is not None or whole.in_one
         self._whole = whole
         self._slices = [whole] if self._limited else slices
 

@@ -5,6 +5,7 @@ from glob import escape
 
 import torch
 
+from thinwire.collectives.handle import Handle
 from thinwire.collectives.numbers import GatherNumbers
 from thinwire.collectives.options import Options
 from thinwire.collectives.probe import LinkProbe
@@ -40,6 +41,7 @@ class Choices:
     """
 
     fixed = True
+    doubts = False  # this rank would rather hear from the others soon
 
     def __init__(
         self,
@@ -58,8 +60,9 @@ class Choices:
     def begin(self, step: int) -> None:
         """A step begins."""
 
-    # Whether this rank would rather hear from the others soon.
-    doubts = False
+    def is_known(self, error: BaseException) -> bool:
+        """Whether an error that came out of this was told to all ranks."""
+        return False
 
     def end(self, step: int, measured: Measured, asked: bool = False) -> None:
         """A step has ended, and came to this.
@@ -186,6 +189,7 @@ class PolicyRunner(Choices):
         self._step = step - 1  # that has begun last
         self._reports: tuple[int, GatherNumbers] | None = None  # after the last step, under way
         self._probe: LinkProbe | None = None  # under way, or ended and not told of
+        self._failed: Handle | None = None  # the last exchange that did
         first = {name: chooser.choose(tensor, step) for name, tensor in tensors.items()}
         super().__init__(policy, tensors, first)
 
@@ -199,12 +203,24 @@ class PolicyRunner(Choices):
 
     def _learn(self) -> None:
         """Have learnt from all reports; a probe must not share the link with what comes next."""
-        if self._probe is not None:
-            self._probe.handle.wait()
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            self._wait(probe.handle)
+            self._probe = probe  # its figures go out with the next report
         if self._reports is not None:
             (step, reports), self._reports = self._reports, None
-            reports.handle.wait()
+            self._wait(reports.handle)
             self.chooser.learn(step, reports.rows)
+
+    def _wait(self, handle: Handle) -> None:
+        handle.wait_until_ended()
+        if handle.exception() is not None:
+            self._failed = handle
+            handle.wait()
+
+    def is_known(self, error: BaseException) -> bool:
+        failed = self._failed
+        return failed is not None and failed.account.announced and failed.exception() is error
 
     def hand_over(self, to: Choices, step: int) -> None:
         state = self.state()
@@ -222,7 +238,7 @@ class PolicyRunner(Choices):
         if self.due(step):
             probe, self._probe = self._probe, None
             if probe is not None:
-                probe.handle.wait()
+                self._wait(probe.handle)
                 measured = measured._replace(
                     probed=float(probe.num_bytes), meeting=probe.meeting, moving=probe.moving
                 )

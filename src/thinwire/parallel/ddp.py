@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.collectives.channel import process_group
 from thinwire.collectives.direct import Agreement, DirectSums
 from thinwire.collectives.handle import Handle
 from thinwire.compressors import Compressor, NoCompression
@@ -208,12 +209,14 @@ class DDPHook:
         """This rank cannot go on with the pass."""
         here = self._pass
         known = isinstance(error, MismatchError | PeerError)
-        unmet = not here.step and self._uncompressed >= SETTLED and not known
+        known = known or self.wire._choices.is_known(error)
+        unmet = not here.decided and self._uncompressed >= SETTLED and not known
         if here.direct is None and not unmet:
             here.fail(error, bucket.parameters()[0])
             return
         # The others add up, or may do so, without having met: only closed connections reach them.
         here.errors.append(error)
+        here.lost = True
         self._direct_sums.close(error)
 
     def _new_pass(self) -> "BackwardPass":
@@ -231,6 +234,8 @@ class DDPHook:
             self._uncompressed = 0
         elif self._uncompressed >= SETTLED and step % COMPARED and self._direct_sums.possible:
             self._pass.direct = self._direct_sums
+        self._pass.decided = True
+        if self._pass.direct is not None:
             self._pass.agree(self.wire._choices.doubts)
         self._planner.begin()
         if self._check_every and self.wire.step % self._check_every == 0:
@@ -263,7 +268,8 @@ class DDPHook:
     def _can_be_plain(self) -> bool:
         options = self._reducer.options
         return (
-            options.nodes is None
+            process_group(options.group).size() > 1
+            and options.nodes is None
             and options.collective in ("auto", "summable")
             and isinstance(self._reducer.feedback, EF14 | NoFeedback)
             and all(
@@ -278,11 +284,15 @@ class DDPHook:
         left.wait_until_ended()
         if not left.interrupted:
             return
-        if all(handle.exception() is None for handle in left.handles):
-            self._commit(left)
-            self._uncompressed += left.plain
-        else:
+        if any(handle.exception() is not None for handle in left.handles):
             self._uncompressed = 0
+            return
+        self._uncompressed += left.plain
+        self._commit(left)
+        now = time.perf_counter()
+        before, self._ended = self._ended, now
+        measured = Measured(now - before, now - left.begin, 0.0, *left.totals())
+        self.wire._choices.end(self.wire.step, measured, left.asked)
 
     def _receive(self, arrived: dict[str, Tensor], bucket: GradBucket, sparse: bool) -> None:
         here = self._pass
@@ -334,6 +344,8 @@ class DDPHook:
         ledger.end_step()
         done, self._pass = self._pass, self._new_pass()
         before, self._ended = self._ended, end
+        # By the exchanges alone: what fails in the following may fail on this rank only.
+        self._uncompressed = self._uncompressed + 1 if done.plain and not done.errors else 0
         try:
             if not done.errors:
                 self._commit(done)
@@ -342,10 +354,9 @@ class DDPHook:
         except Exception as error:
             done.errors.append(error)
         done.give_up()
-        self._uncompressed = self._uncompressed + 1 if done.plain and not done.errors else 0
         if not done.errors:
             return
-        lost = any(handle.account.lost for handle in done.handles)
+        lost = done.lost or any(handle.account.lost for handle in done.handles)
         self._raise_when_ddp_has_ended(done.errors, waits_in_vain=lost)
 
     def _wait_before_the_next_forward(self) -> None:
@@ -430,6 +441,8 @@ class BackwardPass(ExchangeStep):
         self.replayed = 0  # buckets of a loaded layout that are whole
         self.interrupted = False  # by Ctrl-C, while exchanges were under way
         self.plain = False  # nothing of it is compressed
+        self.decided = False  # whether ranks meet in it
+        self.lost = False  # this rank has closed the connections
         self.direct: DirectSums | None = None  # if ranks do not meet in it either
         self._agreement: Agreement | None = None
         self._buckets: list[_Bucket] = []
@@ -442,6 +455,10 @@ class BackwardPass(ExchangeStep):
     def confirm(self) -> None:
         if self.interrupted:
             raise InterruptedError("KeyboardInterrupt")  # the gradients are the user's again
+
+    def commit(self) -> None:
+        if self.direct is None:  # else nothing was left out
+            super().commit()
 
     def agree(self, doubts: bool) -> None:
         """Begin to compare the step of a pass in which ranks do not meet."""

@@ -59,7 +59,11 @@ class ExchangeStep(Driver):
     def __init__(self, wire: "Wire", skips_unused: bool = False) -> None:
         # Whether the step counts is known only when all gradients have been seen.
         self.defers_commit = wire._configuration.scaler is not None
-        self.details = (("scaler", "given" if self.defers_commit else "none"),)
+        configuration = wire._configuration
+        self.details = (
+            ("scaler", "given" if self.defers_commit else "none"),
+            ("check_every", str(configuration.check_every)),
+        )
         self.skips_unused = skips_unused
         self.step = 0
         self.exchanges: list[Sent] = []
