@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from thinwire.parallel.ddp import COMPARED, SETTLED
 from thinwire.policies import (
     Journal,
     Measured,
@@ -34,6 +35,7 @@ class SimulatedLink:
         compute: seconds of a step; the second half of it can hide communication.
         codec: seconds of a compressed step.
         noise: each time is up to so much longer.
+        meets: seconds more on the network, in uncompressed steps in which ranks of DDP meet.
     """
 
     def __init__(
@@ -46,11 +48,14 @@ class SimulatedLink:
         compute: float = 0.1,
         codec: float = 0.004,
         noise: float = 0.2,
+        meets: float = 0.0,
     ) -> None:
         self.where = where or context()
         own = [self.where, *(self.where._replace(journal=Journal()) for _ in range(3))]
         self.choosers = [policy_of(spec).begin(each) for each in own]
         self.kinds, self.compute, self.codec, self.noise = kinds, compute, codec, noise
+        self.meets = meets
+        self._uncompressed, self._waits = 0, False  # passes in a row; whether residuals wait
         self.draw = random.Random(seed)
         self.step, self.seconds, self.overhead = 0, 0.0, 0.0
         self.reports = self.probes = 0
@@ -101,10 +106,14 @@ class SimulatedLink:
         ((due, probe),) = dues
         assert due or not probe
         compressed = any(choice is not None for choice in choices)
+        plain = not (compressed or self._waits)
+        direct = plain and self._uncompressed >= SETTLED and step % COMPARED
+        meets = 0.0 if compressed or direct else self.meets
+        self._uncompressed, self._waits = self._uncompressed + 1 if plain else 0, compressed
         told, longest = [], 0.0
         for rank in range(4):
             network = self._noisy(start + 8 * self.num_bytes(choices) / rate)
-            network += slow if rank else 0.0
+            network += meets + (slow if rank else 0.0)
             codec = self._noisy(self.codec if compressed else 0.0005)
             waiting = max(0.0, network + codec - self.compute / 2)
             took = self._noisy(self.compute) + waiting

@@ -126,6 +126,8 @@ WRONG = {
     "plot": ("bench --plot a.pdf", ".html"),
     "no folder": ("bench --plot {}/text.npy/a.png", "cannot write"),
     "a folder": ("bench --out {}", "cannot write"),
+    "for ever": ("demo --seconds inf", "--seconds must be finite"),
+    "no time": ("demo --seconds nan", "--seconds must be finite"),
 }
 
 

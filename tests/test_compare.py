@@ -506,6 +506,8 @@ def compared(**settings):
         (["--with", "script"], "'script' is a method for --workload SCRIPT.py"),
         (["--steps", "0"], "--steps must be more than 0"),
         (["--steps", "5", "--seconds", "5"], "not allowed with argument"),
+        (["--seconds", "inf"], "--seconds must be finite"),
+        (["--seconds", "nan"], "--seconds must be more than 0"),
         (["--link", "fast"], "a rate is a number"),
         (["--links", "missing.txt"], "--links: "),
         (["--hosts", "1"], "--hosts must be at least 2"),
@@ -551,6 +553,18 @@ def test_a_report_is_drawn_again_from_its_data(tmp_path, capsys, monkeypatch):
     first, second = capsys.readouterr().err.splitlines()[-2:]
     assert "expected a document of schema" in first
     assert "missing.json" in second
+
+
+def test_the_demo_says_once_what_each_model_came_to(tmp_path, capsys, monkeypatch):
+    found = comparisons.document([comparisons.method("ddp", seeds=1, steps=6)])
+    found.verdict = " ".join(["The verdict is long."] * 12)
+    monkeypatch.setattr("thinwire.cli.demo.compare", lambda settings, command: (found, 0))
+    monkeypatch.setattr("thinwire.report.write", lambda document, folder: [folder / "report.html"])
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert " ".join(out.split()).count(found.verdict) == 2, "one for each model"
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_only_what_was_asked_for_decides_the_exit_code(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from ranks import run
 
 import thinwire as tw
+from thinwire.bench import codecs
 from thinwire.cli import main
 from thinwire.collectives import choose as choosing
 from thinwire.collectives import costs
@@ -153,6 +155,9 @@ def test_one_rank_exchanges_nothing() -> None:
     cost = exchange_cost(Coding("whole", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 100, network)
     assert cost.moving == cost.sent == 0
     assert plain_sum(network, MB).seconds == 0
+    for coding in (Coding("plain", exchange=1.0), Coding("whole", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)):
+        found = waiting_step([Due(coding, MB, 0.0)], [Due(coding, MB, 1.0)], network, 0.5)
+        assert found == (0.5, 0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0), "it waits for nobody"
 
 
 def test_exchanges_queue_on_one_channel() -> None:
@@ -442,6 +447,25 @@ def test_a_step_is_never_shorter_than_its_computing(
     assert 0 < cost.efficiency <= 1
 
 
+@given(
+    method=st.sampled_from(METHODS),
+    parallel=st.sampled_from(("ddp", "fsdp")),
+    hosts=st.integers(1, 64),
+    parameters=st.integers(1000, 10**8),
+)
+def test_what_rounding_leaves_is_not_hidden(
+    method: str, parallel: str, hosts: int, parameters: int
+) -> None:
+    found = read_method(method)
+    if parallel == "fsdp" and (found.every or method.startswith("powersgd")):
+        return
+    cost = step_of(found, replace(setting(hosts, 1e8, parameters), parallel=parallel))
+    # A hundredth of the least, of what local steps share out over their round.
+    assert cost.hidden == 0 or cost.hidden > 0.01 * costs.ROUNDING
+    if parallel == "fsdp" and hosts > 1 and parameters < MB:
+        assert cost.hidden == 0, "in one piece nothing is beside anything"
+
+
 @given(method=st.sampled_from(METHODS), link=st.floats(1e6, 1e10))
 def test_a_faster_link_never_makes_a_step_longer(method: str, link: float) -> None:
     slow = step_of(read_method(method), setting(link=link))
@@ -465,10 +489,31 @@ def test_advice_follows_the_figures() -> None:
     methods = [read_method(name) for name in METHODS]
     slow = predict(methods, setting(link=1e7))
     assert advice(slow, "sgd").startswith("Use topk:0.01|quantize:4")
-    assert advice(slow, "adam").startswith(("Use powersgd:4", "Use onebit"))
+    assert advice(slow, "adam").startswith("Use powersgd:4")
     assert "With Adam" in advice(slow)
     fast = predict(methods, setting(link=1e12, parameters=1 * MB))
     assert advice(fast, "adam").startswith("Stay with plain ddp")
+    assert re.search(r"waits \d+ % of a step", advice(fast))
+    assert advice(fast[:1]).endswith("Nothing was compared with it.")
+
+
+@pytest.mark.parametrize(
+    ("names", "suits"),
+    [
+        ("none cast:bf16 quantize:4 powersgd:4 twobit diloco:100,compressor=(onebit)", True),
+        (
+            "topk:0.01 topk:0.01|quantize:4 onebit scaledsign 1bit-sgd signsgd quantize:4+ef21",
+            False,
+        ),
+    ],
+)
+def test_what_attach_warns_of_under_adam_is_not_recommended_for_it(names: str, suits: bool) -> None:
+    own = setting(link=1e6)
+    for method in map(read_method, names.split()):
+        assert method.suits_adam is suits, method.name
+        if not method.every and str(method.compressor) in own.table.rows:
+            said = advice(predict([method], own), "adam")
+            assert said.startswith("Use" if suits else "Stay"), said
 
 
 def test_advice_says_what_sums_inside_of_hosts_bring() -> None:
@@ -491,7 +536,7 @@ def test_tables_fit_80_columns() -> None:
 
 
 def test_auto_is_not_planned() -> None:
-    with pytest.raises(ValueError, match="chooses as it trains"):
+    with pytest.raises(ValueError, match=r"chooses as it trains.* such as quantize:4, powersgd:4"):
         read_method("auto")
 
 
@@ -532,6 +577,13 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("--layers nowhere.safetensors --step 1s", "nowhere"),
         ("--script nowhere.py", "no file"),
         ("--parameters 1M --step 1s --weights quantize:8", "fsdp"),
+        (
+            "--parameters 1M --step 1s --parallel fsdp --weights powersgd:4",
+            "powersgd:4 does not go with --weights",
+        ),
+        ("--parameters 1M --step 1s --price inf --json", "--price must be a finite number"),
+        ("--parameters 1M --step 1s --price nan", "--price must be a finite number"),
+        ("--parameters 1M --step 1s foo", "unexpected 'foo': only --script takes arguments"),
     ],
 )
 def test_the_command_says_what_is_wrong(
@@ -565,12 +617,16 @@ def test_a_script_is_watched_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_codecs_are_measured_for_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_codecs_are_measured_for_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {"none", "quantize:4", "powersgd:4"} <= set(codecs.SPECS)
+    monkeypatch.setattr(codecs, "SPECS", ("none", "quantize:4"))  # all of them take long
     path = tmp_path / "codecs.json"
-    words = ["bench", "--for-plan", "--with", "none; quantize:4; powersgd:1", "--rounds", "1"]
+    words = ["bench", "--for-plan", "--with", "quantize:4; powersgd:1", "--rounds", "1"]
     assert main([*words, "--out", str(path)]) == 0
     found = table_from(json.loads(path.read_text()))
-    assert set(found.rows) == {"none", "quantize:4", "powersgd:1"}
+    assert set(found.rows) == {"none", "quantize:4", "powersgd:1"}, "--with adds to the usual ones"
     assert all(isinstance(row, CodecRow) and row.encode >= 0 for row in found.rows.values())
     capsys.readouterr()
     plan = "plan --parameters 1M --step 1s --with quantize:4 --machine"

@@ -19,6 +19,7 @@ from tensors import normal
 
 import thinwire as tw
 from thinwire.collectives.costs import plain_sum
+from thinwire.collectives.options import Options
 from thinwire.policies import (
     Chooser,
     Journal,
@@ -442,6 +443,70 @@ def test_reports_and_probes_take_little_of_the_time():
         assert link.overhead - before <= 0.01 * (link.seconds - began)
 
 
+def measured_of(link: SimulatedLink) -> set[str]:
+    """Strengths of which it knows what they took."""
+    lines = link.chooser.explain()
+    return {line.split()[0] for line in lines if re.search(r"ms +\d+ ms", line)}
+
+
+def test_surprises_that_differ_are_chance():
+    """A slow step and then a fast one, or one that is slow in another way: nothing is forgotten."""
+    for pairs in ([(2e7, 0.003), (1e10, 0.003)], [(1e8, 2.0), (1e7, 0.003), (1e8, 0.003)]):
+        link = SimulatedLink(STRONG, noise=0.0)
+        for _ in range(40):
+            link.go(1e8)
+        known, probes = measured_of(link), link.probes
+        assert len(known) == 2
+        for rate, start in pairs:
+            link.step = next(n for n in range(link.step, 1000) if link.chooser.due(n + 1))
+            link.go(rate, start=start)
+        assert measured_of(link) == known
+        assert link.probes == probes, "nothing to look into"
+    for _ in range(2):
+        link.step = next(n for n in range(link.step, 1000) if link.chooser.due(n + 1))
+        link.go(1e7)
+    assert len(measured_of(link)) == 1, "two that agree"
+
+
+def test_steps_in_which_ranks_meet_are_not_looked_at():
+    """Uncompressed steps take longer there, and they are few."""
+    link = SimulatedLink("auto:20", meets=0.08)
+    used = [link.go(4e8) for _ in range(60)]
+    assert changes(used) == 3, "it has looked at uncompressed steps a second time"
+    took = re.search(r"uncompressed +\d+ ms +(\d+) ms", "\n".join(link.chooser.explain()))
+    # Noise makes each part of a step up to 20 % longer; milliseconds are rounded.
+    assert int(took[1]) <= 1.2e3 * link.seconds_with([None], 4e8) + 1
+    calm = SimulatedLink("auto:20")
+    for _ in range(60):
+        calm.go(4e8)
+    assert link.probes == calm.probes, "nothing has surprised it"
+    link = SimulatedLink("auto", codec=0.25, meets=0.08)
+    for step in range(1, 400):
+        reports, uncompressed = link.reports, link.go(4e8) == "None"
+        if step > 40 and uncompressed and step % 32 == 0:
+            assert link.reports == reports
+
+
+def test_reports_get_rarer_on_a_link_that_gets_far():
+    conditions = Conditions(context())
+    there = Measured(0.1, 0.05, 0.0, 0.01, 0.0, 1e6)
+
+    def probe(meeting: float, rate: float) -> None:
+        seconds = plain_sum(network_of(4, meeting, rate), 1 << 20).seconds
+        probed = there._replace(probed=float(1 << 20), meeting=meeting, moving=seconds)
+        conditions.learn([probed] * 4, True, 0.0)
+
+    for _ in range(4):
+        probe(0.001, 1e7)
+    assert conditions.report == 0.001
+    before = conditions.every(0.01)
+    probe(0.05, 1e6)
+    assert conditions.report == 0.001, "once is chance"
+    probe(0.05, 1e6)
+    assert conditions.report == 0.05
+    assert conditions.every(0.01) > before
+
+
 def test_choices_do_not_flutter_at_the_border():
     """A link on which one rung is just too slow, and noise."""
     for rate in (5e7, 8e7, 1.2e8, 2e8, 3e8):
@@ -496,6 +561,21 @@ def test_ranks_with_other_tables_forecast_the_same(tmp_path, monkeypatch, caplog
     assert speeds[0] == pytest.approx(7.0)
     assert speeds[1] == speeds[2] < 3
     assert "expected a table of codecs" in caplog.text
+
+
+def test_a_table_of_codecs_that_is_no_use_is_no_reason_not_to_train(tmp_path, monkeypatch, caplog):
+    path, table = tmp_path / "codecs.json", shipped()["cores-2"]
+    monkeypatch.setattr("thinwire.policies.forecast.measured_file", lambda: path)
+    speed = Forecast([Rung(tw.parse("quantize:4"))], context()).speed
+    one_row = replace(table, rows={"onebit": table.rows["onebit"]}).to_json()
+    endless = json.dumps({**json.loads(table.to_json()), "threads": float("inf")})
+    for text, said in ((one_row, "has no row like quantize:4"), (endless, "not whole")):
+        path.write_text(text)
+        for spec in ("auto", STRONG):
+            caplog.clear()
+            begun(spec)
+            assert said in caplog.text
+        assert Forecast([Rung(tw.parse("quantize:4"))], context()).speed == speed
 
 
 # Accuracy.
@@ -561,6 +641,9 @@ def test_warming_up_a_policy_learns_but_does_not_decide():
     assert "None" not in {link.go(2e7) for _ in range(5)}, "it knows what the link is like"
     words = "\n".join(link.chooser.explain())
     assert words.startswith("Automatic: the fastest step counts.")
+    first, second = list(link.where.journal.decisions)[:2]
+    assert (first.step, second.step) == (21, 21), "it has heard of the last step of the warm-up"
+    assert second[2:] == ("the policy decides from here on", "warm-up over"), "undoes nothing"
     assert "Mbit/s" in words
 
 
@@ -606,6 +689,55 @@ def test_a_state_fits_other_numbers_of_ranks(size):
     for _ in range(10):
         other.go(2e7)
     assert any("<- in use" in line for line in other.chooser.explain())
+
+
+def test_a_state_fits_a_collective_that_carries_less():
+    """What was measured with a strength that can no longer be used says nothing of another."""
+    link = SimulatedLink("auto", kinds=(ADAM_LIKE,))
+    for _ in range(60):
+        last = link.go(2e7)
+    assert last.startswith("powersgd")
+    where = context()._replace(options=Options(collective="twoshot"))
+    other = SimulatedLink("auto", where, kinds=(ADAM_LIKE,))
+    other.load(link.chooser.state())
+    assert measured_of(other) == set()
+    other.step = 60
+    used = {other.go(2e7) for _ in range(100)}
+    assert "quantize:4" in used
+    assert not any(choice.startswith("powersgd") for choice in used)
+
+
+def test_one_rank_has_one_strength():
+    chooser, _ = begun("auto", size=1)
+    words = "\n".join(chooser.explain())
+    assert "one rank" in words
+    assert "quantize" not in words
+    assert [str(rung) for rung in chooser.inner.inner.used.ladder] == ["uncompressed"]
+
+
+def test_what_is_explained_says_each_thing_once():
+    link = SimulatedLink("auto", context((800, 500), (30, 30)), kinds=(ADAM_LIKE,))
+    for _ in range(40):
+        link.go(1.72e10)
+    (strengths,) = [line for line in link.chooser.explain() if line.startswith("Its strengths")]
+    assert "powersgd:16, powersgd:8" in strengths
+    assert strengths.count("where that is smaller") == 1
+    assert re.search(r"moves [\d.]+ Gbit/s", "\n".join(link.chooser.explain()))
+
+
+def test_a_try_that_may_be_slower_says_why():
+    said = []
+    for rate in (3e7, 1e8, 2e8, 4e8, 1e9):
+        link = SimulatedLink("auto")
+        for _ in range(100):
+            link.go(rate)
+        said += [decision.why for decision in link.where.journal.decisions]
+    tries = [why for why in said if why.startswith("trying it: ")]
+    assert tries
+    for why in tries:
+        before, after = map(int, re.findall(r"(\d+) ms", why))
+        assert before >= after or why.endswith("forecasts can be too long")
+    assert any(why.startswith("measured again: the first steps of a process") for why in said)
 
 
 def test_a_policy_of_accuracy_goes_on_after_its_warm_up():

@@ -48,6 +48,7 @@ def slicing() -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "LEAST_BYTES", N // SLICES)
         patch.setattr(stream, "LEAST_SHARE", 1)
+        patch.setattr(stream, "LEAST_MESSAGE", 1)
         patch.setattr(stream, "MOST", SLICES)
         patch.setattr(Flow, "run", counted)
         yield counts

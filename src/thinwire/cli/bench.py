@@ -57,7 +57,8 @@ def add(commands: Commands) -> None:
         dest="specs",
         metavar="SPECS",
         action="append",
-        help="compressors, separated by ';' (see thinwire compressors)",
+        help="compressors, separated by ';' (see thinwire compressors); with --for-plan, beside "
+        "the usual ones",
     )
     what.add_argument(
         "--size",
@@ -149,7 +150,7 @@ def _run_for_plan(arguments: argparse.Namespace) -> int:
         for name in ("size", "data", "input", "plot"):
             if getattr(arguments, name) is not None:
                 raise BenchSettingError(f"--for-plan has its own tensors, so not with --{name}")
-        specs = _words(arguments.specs, ";") or SPECS
+        specs = tuple(dict.fromkeys([*SPECS, *(_words(arguments.specs, ";") or ())]))
         _settings(arguments)
         _check_outputs(arguments)
         if arguments.threads:

@@ -1,6 +1,7 @@
 """`thinwire demo` trains two models on a slow network, with and without compression."""
 
 import argparse
+import math
 import shlex
 import sys
 
@@ -28,14 +29,14 @@ def add(commands: Commands) -> None:
         "demo", help="what compression brings, in two minutes", description=_DESCRIPTION
     )
     parser.add_argument(
-        "--link", metavar="RATE", default=LINK, help=f"of every host; default: {LINK}"
+        "--link", metavar="RATE", default=LINK, help=f"rate of every host's link; default: {LINK}"
     )
     parser.add_argument(
         "--seconds",
         metavar="S",
         type=float,
         default=SECONDS,
-        help=f"of each training; default: {SECONDS:g}",
+        help=f"seconds of each training; default: {SECONDS:g}",
     )
     add_folder(parser, "the page, and a folder for each model")
     parser.set_defaults(run=run)
@@ -51,8 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     parts: list[DemoPart] = []
     codes: list[int] = []
     try:
-        if not arguments.seconds > 0:
-            raise ComparisonSettingError(f"--seconds must be more than 0, got {arguments.seconds}")
+        if not 0 < arguments.seconds < math.inf:
+            raise ComparisonSettingError(
+                f"--seconds must be finite and more than 0, got {arguments.seconds}"
+            )
         try:
             parse_rate(arguments.link)
         except ValueError as error:
@@ -80,9 +83,5 @@ def run(arguments: argparse.Namespace) -> int:
         return complain("demo", error)
     with patient():
         page = write_demo(parts, arguments.out)
-    print()
-    for part in parts:
-        print(f"{part.title}: {part.document.verdict}")
-    sys.stdout.flush()
     print(f"wrote {page}, which links to a report on each", file=sys.stderr)
     return INTERRUPTED if INTERRUPTED in codes else max(codes)

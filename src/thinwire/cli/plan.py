@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,6 +169,8 @@ def _model(arguments: argparse.Namespace) -> "tuple[Model, float | None]":
     if len(given) != 1:
         found = " and ".join(f"--{name}" for name in given) or "none"
         raise ValueError(f"give one of {', '.join(f'--{n}' for n in names)}, got {found}")
+    if arguments.arguments and arguments.script is None:
+        raise ValueError(f"unexpected {arguments.arguments[0]!r}: only --script takes arguments")
     if arguments.parameters is not None:
         count = read_count(arguments.parameters)
         if count < 1:
@@ -191,7 +194,7 @@ def _setting(
     arguments: argparse.Namespace, table: "CodecTable", model: "Model", measured: float | None
 ) -> "Setting":
     from thinwire.collectives.costs import Interconnect
-    from thinwire.compressors import compressor_of
+    from thinwire.compressors import JointCompressor, compressor_of
     from thinwire.plan.predict import PRICE, Setting
     from thinwire.plan.words import read_rate, read_seconds
 
@@ -207,11 +210,17 @@ def _setting(
         raise ValueError("--racks and --inter belong together: give both or none")
     if arguments.weights is not None and arguments.parallel != "fsdp":
         raise ValueError("--weights is for --parallel fsdp")
+    weights = None if arguments.weights is None else compressor_of(arguments.weights)
+    if isinstance(weights, JointCompressor):
+        raise ValueError(
+            f"{weights} does not go with --weights: give a compressor that each rank applies by "
+            "itself, such as quantize:8"
+        )
     step = measured if arguments.step is None else read_seconds(arguments.step)
     if not step:
         raise ValueError("--step must say how long a step computes, such as 0.8s")
-    if arguments.price is not None and not arguments.price >= 0:
-        raise ValueError(f"--price must be at least 0, got {arguments.price}")
+    if arguments.price is not None and not 0 <= arguments.price < math.inf:
+        raise ValueError(f"--price must be a finite number from 0, got {arguments.price}")
     network = Interconnect(
         hosts=arguments.hosts,
         rate=read_rate(arguments.link) / 8,
@@ -232,7 +241,7 @@ def _setting(
         step,
         arguments.parallel,
         arguments.nodes,
-        None if arguments.weights is None else compressor_of(arguments.weights),
+        weights,
         price=PRICE if arguments.price is None else arguments.price,
     )
 

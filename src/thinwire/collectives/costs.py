@@ -70,6 +70,8 @@ CROWDED_UPLINK = 0.80
 AT_ONCE = 2
 # Forward takes a third of a step: backward multiplies each matrix twice.
 FORWARD = 1 / 3
+# Seconds below which a difference of sums is what rounding left of it.
+ROUNDING = 1e-9
 
 
 class Interconnect(NamedTuple):
@@ -441,11 +443,14 @@ class ExchangeCost(NamedTuple):
         return self.moving - self.between
 
 
+NO_EXCHANGE = ExchangeCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0)
+
+
 def slices_of(coding: Coding, collective: str, numel: float, ranks: int) -> int:
     """In how many slices a tensor of float32 goes; `thinwire.collectives.stream` has the rule."""
     if not coding.cut or collective not in ("gather", "twoshot", "swap"):
         return 1
-    return slices_for(4 * numel, ranks)
+    return slices_for(4 * numel, coding.frame * numel, ranks)
 
 
 def collective_of(coding: Coding, message: float, ranks: int) -> str:
@@ -469,7 +474,7 @@ def exchange_cost(
     """
     p, s = network.ranks, network.ranks_per_host
     if p == 1:
-        return ExchangeCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0)
+        return NO_EXCHANGE
     message = coding.frame * numel
     if nodes and s > 1 and network.hosts > 1 and coding.kind not in ("plain", "joint"):
         members, own = network.hosts, numel / s
@@ -651,9 +656,14 @@ def overlapped_step(
         egress += cost.egress
     # Whatever hides behind what: cores have all of this to do.
     seconds = max(compute + busy * work, last)
-    talking = encode + moving + decode
-    hidden = max(0.0, talking - (seconds - compute))
+    hidden = _hidden(encode + moving + decode, seconds - compute)
     return StepCost(compute, encode, moving, decode, hidden, seconds, sent, egress)
+
+
+def _hidden(talking: float, waiting: float) -> float:
+    """Seconds of exchanges that nobody waits for."""
+    found = talking - waiting
+    return found if found > ROUNDING else 0.0
 
 
 def waiting_step(
@@ -675,13 +685,15 @@ def waiting_step(
         sent += cost.sent
         egress += cost.egress
     seconds = compute + sum(cost.seconds for cost in found)
-    hidden = encode + moving + decode - (seconds - compute)
+    hidden = _hidden(encode + moving + decode, seconds - compute)
     return StepCost(compute, encode, moving, decode, hidden, seconds, sent, egress)
 
 
 def gather_rows(network: Interconnect, coding: Coding, numel: float) -> ExchangeCost:
     """An all-gather of a tensor of which each rank has a row; a "plain" one is FSDP's own."""
     p = network.ranks
+    if p == 1:
+        return NO_EXCHANGE
     row = coding.frame * numel / p
     if coding.kind == "plain":
         return _cost(coding.exchange, 0.0, ring(network, p - 1, row), 0.0, 0.0)
@@ -699,14 +711,14 @@ def _in_one_or_slices(
     message: float,
     slices: int,
 ) -> Moved:
-    if network.ranks == 1:
-        return Moved()
     return streamed(name, network, message, slices) if slices > 1 else whole(network, message)
 
 
 def scatter_rows(network: Interconnect, coding: Coding, numel: float) -> ExchangeCost:
     """A reduce-scatter: each rank gets the sum of its row. gloo has none, and all-reduces."""
     p = network.ranks
+    if p == 1:
+        return NO_EXCHANGE
     if coding.kind == "plain":
         found = plain_sum(network, coding.frame * numel)
         return _cost(coding.exchange, 0.0, found, 0.0, 0.0)
@@ -743,7 +755,6 @@ def local_step(
         decode += cost.decode
         sent += cost.sent
         egress += cost.egress
-    talking = encode + moving + decode
     waiting = max(0.0, ended - overlap * compute)
     share = fragments / every
     return StepCost(
@@ -751,7 +762,7 @@ def local_step(
         share * encode,
         share * moving,
         share * decode,
-        share * (talking - waiting),
+        share * _hidden(encode + moving + decode, waiting),
         compute + share * waiting,
         share * sent,
         share * egress,

@@ -322,8 +322,8 @@ def verdict_of(document: Document) -> str:
             what = sooner if faster else "no method was faster"
         return (
             f"Compression does not pay here: on {where} {what}. Of a step {_plain(document)} "
-            f"spends {share:.0%} on the network; the fastest other method, {fastest.name}, takes "
-            f"{1 / (summary.step_speedup or 1.0):.2f} times as long per step."
+            f"spends {100 * share:.0f} % on the network; the fastest other method, {fastest.name}, "
+            f"takes {1 / (summary.step_speedup or 1.0):.2f} times as long per step."
         )
     return " ".join([_won(document, *best, base.summary), *_ends(document, best[0])])
 

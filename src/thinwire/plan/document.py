@@ -83,7 +83,7 @@ def tables_of(predictions: Sequence[Prediction]) -> str:
             [
                 _broken(each.method.name),
                 show_ratio(each.speedup),
-                f"{each.cost.efficiency:.0%}",
+                f"{100 * each.cost.efficiency:.0f} %",
                 show_bytes(each.egress_bytes),
                 f"${show_number(each.dollars)}",
                 _stops(each),

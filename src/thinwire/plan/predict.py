@@ -18,11 +18,13 @@ from thinwire.collectives.costs import (
     overlapped_step,
     waiting_step,
 )
-from thinwire.compressors import Compressor, JointCompressor, SparseCompressor
+from thinwire.compressors import Compressor, JointCompressor
+from thinwire.feedback import Feedback, feedback_for
 from thinwire.formatting import show_rate, show_ratio, show_seconds
 from thinwire.methods import LocalRecipe, method_of
+from thinwire.parallel.optimizers import objection
 from thinwire.plan.sizes import Model
-from thinwire.policies.base import policy_of
+from thinwire.policies.base import Policy, policy_of
 from thinwire.policies.codecs import CodecTable
 
 PLAIN = "ddp"
@@ -55,6 +57,7 @@ class PlannedMethod:
         compressor: None for uncompressed.
         plain: PyTorch's own exchange, without thinwire.
         every, fragments, overlap: of local steps; 0 for gradients in every step.
+        suits_adam: `attach` would not warn of it under an optimizer like Adam.
     """
 
     name: str
@@ -63,11 +66,7 @@ class PlannedMethod:
     every: int = 0
     fragments: int = 1
     overlap: int = 0
-
-    @property
-    def suits_adam(self) -> bool:
-        """Whether it sends every element in every step, or what an optimizer has done."""
-        return bool(self.every) or not isinstance(self.compressor, SparseCompressor)
+    suits_adam: bool = True
 
 
 def read_method(text: str) -> PlannedMethod:
@@ -81,15 +80,25 @@ def read_method(text: str) -> PlannedMethod:
     found = method_of(name)
     if found is not None:
         recipe = found.recipe()
-        main = recipe.policy.main
         if isinstance(recipe, LocalRecipe):
+            main = recipe.policy.main
             return PlannedMethod(
                 name, _some(main), False, recipe.every, recipe.fragments, recipe.overlap
             )
-        return PlannedMethod(name, _some(main))
+        return _of_gradients(name, recipe.policy, recipe.feedback)
     if name == "auto":
-        raise ValueError("'auto' chooses as it trains: plan with what it chooses from instead")
-    return PlannedMethod(name, _some(policy_of(name.partition("+")[0]).main))
+        raise ValueError(
+            "'auto' chooses as it trains: plan with what it chooses from instead, such as "
+            "quantize:4, powersgd:4 or topk:0.01|quantize:4"
+        )
+    chosen, _, remembered = name.partition("+")
+    policy = policy_of(chosen)
+    return _of_gradients(name, policy, feedback_for(policy.main, remembered or "auto"))
+
+
+def _of_gradients(name: str, policy: Policy, feedback: Feedback) -> PlannedMethod:
+    suits = objection(policy, feedback) is None
+    return PlannedMethod(name, _some(policy.main), suits_adam=suits)
 
 
 def _some(compressor: Compressor) -> Compressor | None:
@@ -267,18 +276,18 @@ def advice(
     plain = predictions[0]
     dense = fastest(predictions, adam=True)
     best = dense if optimizer == "adam" else fastest(predictions)
-    if best is plain:
-        share = 1 - plain.cost.efficiency
-        text = (
-            f"Stay with plain {plain.method.name}: it waits {share:.0%} of a step for the network, "
-            "and no method gains 5 %."
-        )
+    share = f"{100 * (1 - plain.cost.efficiency):.0f} % of a step for the network"
+    if len(predictions) == 1:
+        text = f"Plain {plain.method.name} waits {share}. Nothing was compared with it."
+    elif best is plain:
+        text = f"Stay with plain {plain.method.name}: it waits {share}, and no method gains 5 %."
     else:
         text = f"Use {best.method.name}: {_gain(best, plain)}; {_until(best)}."
     if optimizer is None and dense is not best:
         under = dense.method.name if dense is not plain else f"plain {plain.method.name}"
         gain = f" ({_gain(dense, plain)})" if dense is not plain else ""
-        text += f" With Adam and its like use {under}{gain}: they do not suit sparse gradients."
+        unsuited = "they do not suit sparse or 1-bit gradients"
+        text += f" With Adam and its like use {under}{gain}: {unsuited}."
     if setting is not None:
         text += nodes_hint([each.method for each in predictions], setting, best)
     rounds = [each for each in predictions if each.method.every]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from thinwire import check
 from thinwire.compressors import Compressor, Quantize, TopK
+from thinwire.formatting import show_rate
 from thinwire.policies.base import (
     Around,
     Choice,
@@ -26,7 +27,8 @@ from thinwire.policies.schedule import WarmingUp
 
 TRIAL = 4  # steps with one strength before it is judged
 UNSEEN = 1  # of these are not looked at: buffers are made
-# The same of uncompressed steps: ranks meet in two of them before they add up directly.
+# The same of uncompressed steps: ranks meet in two of them before they add up directly. After
+# compressed ones it is one more, which sends what waits in residuals.
 UNSEEN_PLAIN = 2
 KEPT = 5  # steps of which the median counts
 ENOUGH = 2  # steps that must have been looked at
@@ -167,12 +169,12 @@ class _Following(Chooser):
     ) -> None:
         self._rule, self._rungs, self._conditions = rule, rungs, conditions
         self._journal = context.journal
-        self._bytes = [rung.num_bytes(context) for rung in rungs]
         self._usable = list(range(len(rungs)))
         if thinned:
             self._usable = [0]
+            num_bytes = [rung.num_bytes(context) for rung in rungs]
             for i in range(1, len(rungs)):
-                smaller = SMALLER * self._bytes[i] <= self._bytes[self._usable[-1]]
+                smaller = SMALLER * num_bytes[i] < num_bytes[self._usable[-1]]
                 if smaller and rungs[i].suits(context):
                     self._usable.append(i)
         self._forecast = Forecast(rungs, context)
@@ -181,7 +183,7 @@ class _Following(Chooser):
         self._from = -1  # the rung to go back to, while another one is tried
         self._wanted = 0  # reports in a row that wanted another one
         self._wait = LOOK
-        self._odd = 0  # reports in a row that were a surprise
+        self._odd = (0.0, 0.0)  # network and step of the report before, if it was a surprise
         self._asked = 0  # the last step after which a rank wanted to hear the others
         self._network = 0.0  # seconds on it with this rung
         self._recent = [0.0] * KEPT  # seconds of the last steps with this rung, 0 for none
@@ -202,7 +204,11 @@ class _Following(Chooser):
     @property
     def _unseen(self) -> int:
         """Steps with this rung that are not looked at."""
-        return UNSEEN if self._rung else UNSEEN_PLAIN
+        return UNSEEN if self._rung else UNSEEN_PLAIN + (self._since > 1)
+
+    def settled(self, step: int) -> bool:
+        """Whether steps with this rung are by now as they will be."""
+        return step >= self._since + self._unseen
 
     @property
     def ladder(self) -> list[Rung]:
@@ -214,8 +220,8 @@ class _Following(Chooser):
 
     def due(self, step: int) -> bool:
         new = self._anew or not self._times[self._rung]
-        judging = new and step - self._since <= TRIAL + UNSEEN_PLAIN
-        judging = judging or self._from >= 0 or bool(self._odd) or step == self._asked
+        judging = new and step - self._since <= TRIAL + self._unseen
+        judging = judging or self._from >= 0 or any(self._odd) or step == self._asked
         return judging or self._conditions.due(step, self._every) or self.probes(step) > 0
 
     @property
@@ -253,7 +259,7 @@ class _Following(Chooser):
 
     def follow(self, step: int, told: Sequence[Measured]) -> None:
         """What the ranks say of a step with this rung."""
-        if self._conditions.seen <= FIRST or step < self._since + self._unseen:
+        if self._conditions.seen <= FIRST or not self.settled(step):
             return
         # Who arrives last in an exchange waits least: that is what the network itself takes.
         network = min(one.network for one in told)
@@ -273,19 +279,17 @@ class _Following(Chooser):
 
     def _surprised(self, network: float, took: float) -> bool:
         """Whether this step is to be left out: the link has perhaps changed."""
-        before = self._network
-        odd = bool(before) and not before / SURPRISE <= network <= before * SURPRISE
-        odd = odd and abs(network - before) > NOTICEABLE * took
+        before, first = self._network, self._odd
+        odd = bool(before) and _differ(network, before, NOTICEABLE * took)
         odd = odd or (any(self._recent) and took > SURPRISE * self._times[self._rung])
+        self._odd = (network, took) if odd else (0.0, 0.0)
         if not odd:
-            self._odd = 0
             self._network = 0.5 * (before + network) if before else network
             return False
-        self._odd += 1
-        if self._odd < 2:
-            return True  # once is chance
+        if any(_differ(a, b, NOTICEABLE * took) for a, b in zip(self._odd, first, strict=True)):
+            return True  # once is chance, and so are two that differ
         self._forget()  # what others took says nothing of this link
-        self._odd, self._network = 0, network
+        self._odd, self._network = (0.0, 0.0), network
         self._conditions.asked = True
         self._wait, self._wanted = 0, PATIENCE  # what is known to be better need not wait
         return False
@@ -375,38 +379,50 @@ class _Following(Chooser):
         )
         close = 0 < self._times[0] < CLOSE * self._times[now]
         if wanted == now and now and close and self._looks[0] == 1:
-            self._move(step, 0, expected, "once more", again=True)
+            self._move(step, 0, expected, again=True)
         elif wanted == now:
             self._wanted, self._anew, self._wait = 0, False, self._wait or LOOK
         elif back >= 0 or self._anew:
-            self._move(step, wanted, expected, "no faster" if wanted == back else "")
+            self._move(step, wanted, expected, back=wanted == back)
         else:
             self._wanted += 1
             risk = TRIAL * max(0.0, expected[wanted] - expected[now])
             affordable = risk <= LOST * stay * expected[now]
             rested = stay >= self._wait or expected[now] > CLEAR * expected[wanted]
             if self._wanted >= PATIENCE and rested and affordable:
-                self._move(step, wanted, expected, "")
+                self._move(step, wanted, expected)
 
     def _at_most(self, rung: int) -> int:
         """This rung, or the strongest usable one that is lighter."""
         return max(i for i in self._usable if i <= rung)
 
     def _move(
-        self, step: int, rung: int, expected: list[float], word: str, again: bool = False
+        self,
+        step: int,
+        rung: int,
+        expected: list[float],
+        again: bool = False,
+        back: bool = False,
     ) -> None:
         """
         Args:
             again: what was measured before does not count.
+            back: from a try.
         """
-        before = self._rung
-        known = bool(self._times[rung]) and not self._is_old(rung, step) and not again
-        why = "" if known else "a try: "
-        why = f"{word}: " if word else why
-        why += (
-            f"steps take {1e3 * expected[before]:.0f} ms with {self._rungs[before]}, and "
-            f"{1e3 * expected[rung]:.0f} ms {'measured' if self._times[rung] else 'forecast'} now"
-        )
+        before, measured = self._rung, bool(self._times[rung])
+        known = measured and not self._is_old(rung, step) and not again
+        now = f"steps take {1e3 * expected[before]:.0f} ms {self._rungs[before].how}"
+        there = f"{1e3 * expected[rung]:.0f} ms {self._rungs[rung].how}"
+        if again:
+            why = f"measured again: the first steps of a process are slow ({there}); {now}"
+        elif back or known:
+            why = f"{'no faster: ' if back else ''}{now}, and {there}"
+        elif measured:
+            why = f"trying it again: {now}, and took {there} long ago"
+        else:
+            why = f"trying it: {now}, and {there} are forecast"
+            slower = expected[rung] > expected[before]
+            why += "; forecasts can be too long" if slower else ""
         if known:  # the first choice is over, and where the best is not clear moves get rare
             self._anew = False
             self._wait = min(2 * max(self._wait, LOOK // 2), RARELY)
@@ -417,7 +433,7 @@ class _Following(Chooser):
 
     def begin_at(self, step: int, why: str) -> None:
         """Tensors are sent with this rung from a step on."""
-        self._since, self._from, self._wanted, self._odd = step, -1, 0, 0
+        self._since, self._from, self._wanted, self._odd = step, -1, 0, (0.0, 0.0)
         self._network, self._recent = 0.0, [0.0] * KEPT
         self._before = self._times[self._rung]
         self._looks[self._rung] += 1
@@ -431,7 +447,7 @@ class _Following(Chooser):
             return lines
         lines += [
             f"Ranks hear from each other in {1e3 * here.report:.3g} ms, and the link of each "
-            f"moves {8e-6 * here.rate:.3g} Mbit/s. A step computes for {1e3 * here.compute:.0f} "
+            f"moves {show_rate(8 * here.rate)}. A step computes for {1e3 * here.compute:.0f} "
             f"ms, of which {1e3 * here.window:.0f} ms can hide communication, and waits "
             f"{1e3 * here.waiting:.0f} ms for it.",
             "A step, forecast from that and measured:",
@@ -447,25 +463,32 @@ class _Following(Chooser):
         return lines
 
     def state(self) -> list[float]:
-        counts = [self._rung, self._since, self._from, self._wanted, self._wait, self._odd]
-        numbers = [*counts, self._anew, *self._known, *self._looks]
-        seconds = [self._network, self._before, self._promised, *self._recent, *self._times]
-        return [*map(float, numbers), *seconds, *self._conditions.state()]
+        counts = [self._rung, self._since, self._from, self._wanted, self._wait, self._anew]
+        seconds = [self._network, self._before, self._promised, *self._odd]
+        seconds += [*self._recent, *self._times]
+        numbers = [*counts, *self._known, *self._looks, *seconds]
+        return [*map(float, numbers), *self._conditions.state()]
 
     def load(self, state: Sequence[float]) -> None:
         n = len(self._rungs)
-        counts = [int(number) for number in state[: 7 + 2 * n]]
-        self._rung, self._since, self._from, self._wanted, self._wait, self._odd = counts[:6]
-        self._anew = bool(counts[6])
-        self._known, self._looks = counts[7 : 7 + n], counts[7 + n :]
-        self._rung = self._at_most(self._rung)
-        self._from = self._at_most(self._from) if self._from >= 0 else -1
-        rest = list(state[7 + 2 * n :])
-        self._network, self._before, self._promised = rest[:3]
-        self._recent, self._times = rest[3 : 3 + KEPT], rest[3 + KEPT : 3 + KEPT + n]
+        counts = [int(number) for number in state[: 6 + 2 * n]]
+        rung, self._since, back, self._wanted, self._wait = counts[:5]
+        self._anew = bool(counts[5])
+        self._known, self._looks = counts[6 : 6 + n], counts[6 + n :]
+        self._rung, self._from = self._at_most(rung), self._at_most(back) if back >= 0 else -1
+        rest = list(state[6 + 2 * n :])
+        self._network, self._before, self._promised, *odd = rest[:5]
+        self._odd = (odd[0], odd[1])
+        self._recent, self._times = rest[5 : 5 + KEPT], rest[5 + KEPT : 5 + KEPT + n]
         self._version, self._link_version = -1, self._conditions.link_version
-        if not self._conditions.load(rest[3 + KEPT + n :]):
-            self._forget()  # what other ranks have measured says nothing here
+        same = (rung, back) == (self._rung, self._from)  # and not another collective
+        if not self._conditions.load(rest[5 + KEPT + n :]) or not same:
+            self._forget()  # what was measured there says nothing here
+
+
+def _differ(a: float, b: float, least: float) -> bool:
+    """Whether one of two times is much longer, by more than the least that counts."""
+    return abs(a - b) > least and not b / SURPRISE <= a <= b * SURPRISE
 
 
 @dataclass(frozen=True)
@@ -511,7 +534,8 @@ class Auto(Policy):
 
     def begin(self, context: PolicyContext) -> Chooser:
         ladders = _Ladders(_Fastest(self.gain), context)
-        return _Explained(WarmingUp(ladders, self.warmup, context.journal), ladders)
+        warming_up = WarmingUp(ladders, self.warmup, context.journal)
+        return _Explained(warming_up, ladders, context.size)
 
 
 class _Ladders(Chooser):
@@ -559,7 +583,7 @@ class _Ladders(Chooser):
         return [float(self._own), *self.used.report(measured)]
 
     def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
-        before = self.used
+        before, settled = self.used, self.used.settled(step)
         compressed = before.rung.compressor is not None
         before.learn_conditions(step, [row[1:] for row in rows])
         told = [Measured(*row[1:-1]) for row in rows]
@@ -567,7 +591,8 @@ class _Ladders(Chooser):
         for ladder in (self._sparse, self._steady):
             ladder.hold(self._held or ladder is not self.used)
             # What was sent uncompressed says as much about the link to the other ladder.
-            if ladder is before or not (compressed or ladder.rung.compressor is not None):
+            alike = settled and not (compressed or ladder.rung.compressor is not None)
+            if ladder is before or alike:
                 ladder.follow(step, told)
         if self.used is not before and compressed:
             self.used.begin_at(step + 1, "the optimizer became known")
@@ -589,13 +614,17 @@ class _Ladders(Chooser):
 
 
 class _Explained(Around):
-    def __init__(self, inner: Chooser, ladders: _Ladders) -> None:
+    def __init__(self, inner: Chooser, ladders: _Ladders, size: int) -> None:
         super().__init__(inner)
-        self._ladders = ladders
+        self._ladders, self._size = ladders, size
 
     def explain(self) -> list[str]:
+        if self._size == 1:
+            return ["Automatic: there is one rank, so nothing is exchanged.", *super().explain()]
         ladder = self._ladders.used.ladder
-        rungs = ", ".join(str(rung) for rung in ladder)
+        rungs = ", ".join(rung.title for rung in ladder)
+        second = {str(rung.compressor) for rung in ladder if rung.names}
+        rungs += f" (low ranks with {second.pop()} where that is smaller)" if second else ""
         why = {
             OptimizerKind.UNKNOWN: "what takes the averages is not known, and may divide by a "
             "second moment as Adam does (optimizer= tells): only what sends every element in every "

@@ -213,8 +213,8 @@ def table_from(document: Any) -> CodecTable:
             meeting=_positive(document.get("meeting", MEETING)),  # older tables have none
             **{name: _positive(document[name]) for name in ("exchange", "start", "peer", "inside")},
         )
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"a table of codecs that lacks something: {error!r}") from None
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
+        raise ValueError(f"a table of codecs that is not whole: {error!r}") from None
 
 
 def _positive(value: Any) -> float:

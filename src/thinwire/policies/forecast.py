@@ -101,9 +101,17 @@ class Forecast:
     def __init__(self, rungs: Sequence[Rung], context: PolicyContext) -> None:
         known = shipped()
         self._parts = [_parts(rung, context, known["cores-2"]) for rung in rungs]
-        own = _own_table(known)
-        there = sum(_seconds(part) for parts in self._parts for part in parts)
-        here = sum(_seconds(part) for rung in rungs for part in _parts(rung, context, own))
+
+        def seconds(table: CodecTable) -> float:
+            return sum(_seconds(part) for rung in rungs for part in _parts(rung, context, table))
+
+        here, there = seconds(_like_this_machine(known)), seconds(known["cores-2"])
+        file = measured_file()
+        if file.is_file():
+            try:
+                here = seconds(read_table(file))
+            except (TypeError, ValueError) as error:  # no reason not to train
+                log.warning("the measured table of codecs is not used: %s", error)
         self.speed = here / there if there else 1.0
 
     def step(self, rung: int, conditions: "Conditions") -> StepCost:
@@ -140,17 +148,8 @@ def _ready(early: float, i: int, n: int) -> float:
     return 1.0 - early * (1.0 - (i / (n - 1) if n > 1 else 0.0))
 
 
-def _own_table(known: Mapping[str, CodecTable]) -> CodecTable:
-    """That of this machine: measured by `thinwire bench --for-plan`, or of one with as many cores.
-
-    A file that cannot be read is no reason not to train.
-    """
-    file = measured_file()
-    if file.is_file():
-        try:
-            return read_table(file)
-        except ValueError as error:
-            log.warning("not used: %s", error)
+def _like_this_machine(known: Mapping[str, CodecTable]) -> CodecTable:
+    """That of a machine with about as many cores."""
     threads = torch.get_num_threads()
     return known["cores-1" if threads == 1 else "cores-2" if threads < 8 else "cores-16"]
 
@@ -192,6 +191,12 @@ def _seconds(part: SentPart) -> float:
     return part.coding.call + (part.coding.encode + part.coding.decode) * part.numel
 
 
+def _is_regular(step: int, every: int) -> bool:
+    """Whether this is one of every so many steps. These are odd ones: in every 32nd uncompressed
+    step ranks of DDP meet, and what that takes is not what the others do (decision 33)."""
+    return (step + 1) % every == 0
+
+
 class Conditions:
     """What all ranks have heard of the link and of computing; the same numbers on all of them.
 
@@ -227,7 +232,7 @@ class Conditions:
         self._size = min(FIRST_PROBE, self._most)
         self._probed = 0  # the last step with a probe
         self._cost = 0.0  # seconds of it
-        self._used = (0.0, 1.0, 0.0)  # compute, codec and extra that forecasts were made with
+        self._used = (0.0, 1.0, 0.0)  # compute, codec, and compute + extra of the last forecasts
 
     @property
     def ready(self) -> bool:
@@ -248,13 +253,17 @@ class Conditions:
 
     def due(self, step: int, every: int) -> bool:
         """Whether a report is worth its price now, where they come after so many steps."""
-        return self.seen <= 2 * FIRST + PROBES or not self.ready or step % every == 0
+        return self.seen <= 2 * FIRST + PROBES or not self.ready or _is_regular(step, every)
 
     def every(self, share: float) -> int:
-        """Steps from report to report: each is a meeting, and they may take a share of the time."""
+        """Steps from report to report: each is a meeting, and they may take a share of the time.
+
+        One or an even number (see `_is_regular`).
+        """
         if not self.took:
             return 1
-        return max(1, min(SELDOM, math.ceil(self.report / (share * self.took))))
+        wanted = max(1, math.ceil(self.report / (share * self.took)))
+        return min(SELDOM, wanted + wanted % 2) if wanted > 1 else 1
 
     def probes(self, step: int, every: int) -> int:
         """Bytes to time the link with now, where reports come after so many steps."""
@@ -262,7 +271,7 @@ class Conditions:
             return 0
         wanted = self.asked or self._probes < PROBES
         since = step - self._probed
-        if not wanted and since >= BETWEEN and step % every == 0:
+        if not wanted and since >= BETWEEN and _is_regular(step, every):
             wanted = self._cost <= SHARE * since * self.took
         return self._size if wanted else 0
 
@@ -325,7 +334,8 @@ class Conditions:
         if not moving or not meeting:
             return
         self._cost = 5 * meeting + 3 * moving
-        self.report = meeting if not self.report else min(meeting, self.report)
+        report = meeting
+        self.report = min(report, self.report or report)
         meeting, rate = link_of(self.size, meeting, num_bytes, moving)
         wanted = num_bytes * LONG_ENOUGH / moving
         self._size = int(max(LEAST_PROBE, min(self._most, wanted))) // 4096 * 4096
@@ -344,6 +354,7 @@ class Conditions:
             self._suspect, self.asked = now, True  # once is chance
         else:
             self.meeting, self.rate, self._suspect = meeting, rate, 0.0
+            self.report = report
             self.link_version += 1
             self.version += 1
 

@@ -116,9 +116,19 @@ class Rung:
         choices = {self.choose(tensor) for tensor in context.tensors}
         return all(choice is None or context.options.carries(choice) for choice in choices)
 
+    @property
+    def title(self) -> str:
+        """In short: without the one for some of the tensors."""
+        return str((self.second if self.names else self.compressor) or "uncompressed")
+
+    @property
+    def how(self) -> str:
+        """The same in a sentence."""
+        return self.title if self.compressor is None else f"with {self.title}"
+
     def __str__(self) -> str:
-        first = "uncompressed" if self.compressor is None else str(self.compressor)
-        return f"{self.second} ({first} where that is smaller)" if self.names else first
+        other = f" ({self.compressor} where that is smaller)" if self.names else ""
+        return self.title + other
 
 
 # Whatever sends every element in every step suits Adam; few bits are enough for small matrices, of

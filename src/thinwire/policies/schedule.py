@@ -76,7 +76,9 @@ class WarmingUp(Around):
 
     def choose(self, tensor: TensorInfo, step: int) -> Choice:
         if step == self._until + 1 != self._step:
-            self._journal.note(step, "all", "as the policy says", "warmed up")
+            self._journal.note(step, "all", "the policy decides from here on", "warm-up over")
+        if step == self._until:
+            self.inner.ask(step)  # what is decided next should know of this one
         self._step = step
         return None if step <= self._until else self.inner.choose(tensor, step)
 

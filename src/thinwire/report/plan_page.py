@@ -25,11 +25,11 @@ RANGE = (1e6, 1e12)  # bits per second that the curves span
 _CONSTANTS = {
     costs: (
         *("FRAMING", "FIRST_WINDOW", "IDLE", "CROWDED", "PAIR", "HELD", "RINGS"),
-        *("CROWDED_UPLINK", "AT_ONCE", "FORWARD"),
+        *("CROWDED_UPLINK", "AT_ONCE", "FORWARD", "ROUNDING"),
     ),
     choose: ("SMALL", "TWICE"),
     message: ("ALIGNMENT",),
-    stream: ("LEAST_BYTES", "LEAST_SHARE", "MOST"),
+    stream: ("LEAST_BYTES", "LEAST_MESSAGE", "LEAST_SHARE", "MOST"),
     transport: ("HEADER", "FIELDS", "LEAST_ROOM", "MOST_ROOM", "MOST_SUMMED", "ROOM"),
     sizes: (
         *("WIDTH", "FIRST_BUCKET", "BUCKET", "WIDTH_PER_LAYER", "MATRICES", "VECTORS"),

@@ -155,7 +155,8 @@ function planner(C) {
   function slicesOf(coding, collective, numel, p) {
     if (!coding.cut || !["gather", "twoshot"].includes(collective)) return 1;
     const least = Math.max(C.LEAST_BYTES, p * C.LEAST_SHARE);
-    return Math.max(1, Math.min(C.MOST, Math.floor(4 * numel / least)));
+    const messages = Math.floor(coding.frame * numel / C.LEAST_MESSAGE);
+    return Math.max(1, Math.min(C.MOST, Math.floor(4 * numel / least), messages));
   }
 
   function exchangeCost(coding, numel, n, nodes, cold) {
@@ -201,6 +202,8 @@ function planner(C) {
     };
   }
 
+  const hiddenOf = (talking, waiting) => talking - waiting > C.ROUNDING ? talking - waiting : 0;
+
   function overlappedStep(exchanges, n, compute, busy, nodes) {
     const add = line();
     let ended = 0, late = 0, work = 0, before = 0, link = 0, last = 0;
@@ -231,7 +234,7 @@ function planner(C) {
       egress += cost.egress;
     });
     const seconds = Math.max(compute + busy * work, last);
-    const hidden = Math.max(0, encode + moving + decode - (seconds - compute));
+    const hidden = hiddenOf(encode + moving + decode, seconds - compute);
     return { compute, encode, network: moving, decode, hidden, seconds, sent, egress };
   }
 
@@ -247,11 +250,10 @@ function planner(C) {
       sent += cost.sent;
       egress += cost.egress;
     }
-    const talking = encode + moving + decode;
     const waiting = Math.max(0, ended - overlap * compute), share = fragments / every;
     return {
       compute, encode: share * encode, network: share * moving, decode: share * decode,
-      hidden: share * (talking - waiting), seconds: compute + share * waiting,
+      hidden: share * hiddenOf(encode + moving + decode, waiting), seconds: compute + share * waiting,
       sent: share * sent, egress: share * egress,
     };
   }
