@@ -35,12 +35,10 @@ ENOUGH = 2  # steps that must have been looked at
 PATIENCE = 3  # reports in a row that must want the same
 LOOK = 32  # steps until the best that is known may be left, and what others took is doubted
 RARELY = 512  # the same, where the best is not clear
-# What is believed of a strength that was not used, as a share below its forecast: forecasts are
-# within 25 % of what labs measure in nine of ten cases (docs/plan.md). Where another compressed
-# one has been measured they are nearer, and a try must promise more than the noise.
-DOUBT, NOISE = 0.2, 0.05
-DOUBTFUL = 0.1  # the same of what was measured long ago, and once
-AGAIN = 0.1  # the same where forecasts were off, and of uncompressed steps on a changed link
+# What is believed of a strength that was not used, as a share below its forecast; of one that was
+# measured long ago, and once; and of uncompressed steps on a changed link. Where another compressed
+# one has been measured and was as forecast, a try must promise more than the noise instead.
+DOUBT, NOISE = 0.1, 0.05
 TRUSTED = 1.25  # times more or less than forecast: further off, and others are worth a try too
 STAY = 0.03  # what another strength must be better by
 # Times what the first choice takes: from there on uncompressed steps are too slow to look again.
@@ -350,10 +348,10 @@ class _Following(Chooser):
         )
         for i in range(len(found)):
             if not self._times[i]:
-                doubt = DOUBT if not compressed else AGAIN if wrong or not i else -NOISE
+                doubt = DOUBT if wrong or not i or not compressed else -NOISE
                 found[i] = found[i] * (1 - doubt) if tries else math.inf
             elif tries and self._is_old(i, step):
-                found[i] *= 1 - DOUBTFUL / self._looks[i]
+                found[i] *= 1 - DOUBT / self._looks[i]
             elif i != self._rung:
                 found[i] *= 1 + STAY
         return found

@@ -23,6 +23,7 @@ from thinwire.collectives.costs import (
     plain_sum,
 )
 from thinwire.collectives.memory import weigh
+from thinwire.collectives.probe import MEETINGS, SUMS
 from thinwire.compressors import Compressor, JointCompressor, PowerSGD, Quantize
 from thinwire.policies.base import Choice, Measured, PolicyContext, TensorInfo
 from thinwire.policies.codecs import CodecTable, kind_of, measured_file, read_table, shipped
@@ -34,7 +35,7 @@ SHARE = 0.004  # of the time that passes, what probes may take
 # Codecs run on the cores that train; what that costs is measured as soon as one is used.
 BUSY = 1.0
 FIRST_PROBE, LEAST_PROBE, MOST_PROBE = 1 << 18, 1 << 16, 1 << 22  # bytes
-LONG_ENOUGH = 0.03  # seconds of a probe's sum: bursts that a link lets pass do not show in it
+LONG_ENOUGH = 0.06  # seconds of a probe's sum: bursts and waiting for cores hardly show in it
 PROBES = 2  # before anything is decided: the second one is as long as the first one says
 BETWEEN = 50  # steps from probe to probe, at least
 SELDOM = 32  # steps from report to report, at most
@@ -333,7 +334,7 @@ class Conditions:
     def _learn_link(self, num_bytes: float, meeting: float, moving: float) -> None:
         if not moving or not meeting:
             return
-        self._cost = 5 * meeting + 3 * moving
+        self._cost = (MEETINGS + 2) * meeting + SUMS * moving
         report = meeting
         self.report = min(report, self.report or report)
         meeting, rate = link_of(self.size, meeting, num_bytes, moving)
