@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from thinwire.machine import Checkout, busy, checkout, machine, versions
 
 _NOT_SETTINGS = ("out", "as_rank", "allow_dirty", "start")
+STOLEN = 0.02  # of the time: what a hypervisor may take before a record says so
 
 
 class Target(NamedTuple):
@@ -41,6 +42,29 @@ class Target(NamedTuple):
         return cls(what, value, f">= {bound:g}", value >= bound)
 
 
+class Ticks(NamedTuple):
+    """What the kernel has counted: time that the hypervisor gave to others, and all time."""
+
+    stolen: int
+    total: int
+
+    @classmethod
+    def now(cls) -> "Ticks":
+        try:
+            first, *_ = Path("/proc/stat").read_text().splitlines()
+        except OSError:
+            return cls(0, 0)
+        counts = [int(word) for word in first.split()[1:9]]  # guests are counted twice after these
+        return cls(counts[-1], sum(counts))
+
+    def note_since(self, before: "Ticks") -> str | None:
+        """A sentence on what was stolen, if it was much."""
+        share = (self.stolen - before.stolen) / max(1, self.total - before.total)
+        if share <= STOLEN:
+            return None
+        return f"the hypervisor gave {100 * share:.0f} % of this machine's time to others meanwhile"
+
+
 class Start(NamedTuple):
     """What a run starts from."""
 
@@ -50,6 +74,7 @@ class Start(NamedTuple):
     command: str
     notes: tuple[str, ...]
     clock: float
+    ticks: Ticks
 
     @classmethod
     def now(cls) -> "Start":
@@ -61,6 +86,7 @@ class Start(NamedTuple):
             command=shlex.join(["python", *sys.argv]),
             notes=(note,) if note else (),
             clock=time.monotonic(),
+            ticks=Ticks.now(),
         )
 
     @property
@@ -100,6 +126,9 @@ def read_options(
 def stamped(start: Start) -> dict[str, Any]:
     """The fields of every record that say where it comes from."""
     notes = list(start.notes)
+    stolen = Ticks.now().note_since(start.ticks)
+    if stolen is not None:
+        notes.append(stolen)
     now, then = checkout(), start.checkout
     if now != then:
         notes.append(
@@ -135,7 +164,7 @@ def write_record(
         "schema": schema,
         **fields,
         "settings": settings,
-        "notes": [*notes, *fields["notes"]],
+        "notes": list(dict.fromkeys([*notes, *fields["notes"]])),
         "measured": measured,
         "targets": [target._asdict() for target in targets],
     }

@@ -34,6 +34,19 @@ def run(monkeypatch, tmp_path, *checkouts, flags=()):
     return json.loads(path.read_text())
 
 
+def test_a_record_says_how_much_time_the_hypervisor_took(monkeypatch, tmp_path):
+    found = iter([recording.Ticks(100, 1000), recording.Ticks(350, 2000)])
+    monkeypatch.setattr(recording.Ticks, "now", lambda: next(found))
+    notes = run(monkeypatch, tmp_path, CLEAN, CLEAN)["notes"]
+    assert "the hypervisor gave 25 % of this machine's time to others meanwhile" in notes
+
+
+def test_little_stolen_time_is_not_worth_a_note():
+    before = recording.Ticks(100, 1000)
+    assert recording.Ticks(101, 2000).note_since(before) is None
+    assert before.note_since(before) is None
+
+
 def test_a_record_names_the_commit_at_which_its_run_started(monkeypatch, tmp_path):
     record = run(monkeypatch, tmp_path, CLEAN, CLEAN)
     assert (record["started"]["commit"], record["started"]["dirty"]) == ("abc1234", False)
