@@ -2,15 +2,15 @@
 
     python benchmarks/compare.py [--workload images] [--link 10mbit] [--steps 120] [--seeds 3]
                                  [--sweep 100mbit,1gbit] [--out benchmarks/records/NAME.json]
-    python benchmarks/compare.py --workload text [--link 100mbit] ...
+    python benchmarks/compare.py --workload text --seeds 1 [--link 100mbit] ...
 
 The same as `thinwire compare` with more methods, seeds and steps, and with a table of targets. The
 record is the document of that comparison: `thinwire report NAME.json --out FOLDER` draws it. The
 targets are those of 4 hosts at 10 Mbit/s.
 
 images  SGD, 120 steps: compressed gradients. About 35 minutes, most of them for plain DDP.
-text    AdamW, 600 steps: compressed gradients, updates, and local steps. Plain DDP takes about 20
-        minutes for each seed at 10 Mbit/s, and 3 at 100.
+text    AdamW, 60 steps: compressed gradients, updates, local steps, `auto`. About 7 minutes for
+        each seed at 10 Mbit/s, and 3 at 100.
 """
 
 import argparse
@@ -62,11 +62,12 @@ STUDIES = {
     ),
     "text": Study(
         methods=(
-            *("qsgd:4bit", "adam-update", "sparseloco", "streaming-diloco:24"),
-            *("local-sgd:12,compressor=(quantize:4)", "diloco:24,compressor=(quantize:4)"),
+            *("powersgd:4", "quantize:4", "auto", "onebit-adam", "adam-update", "demo"),
+            *("local-sgd:4,compressor=(onebit)", "local-sgd:12,compressor=(quantize:4)"),
+            "sparseloco:15",
         ),
-        steps=600,
-        sweep="100mbit",
+        steps=60,
+        sweep="",
         share=0.9,
         sooner={"ddp": 15.0, "torch:powersgd": 2.0},
     ),

@@ -172,14 +172,19 @@ def rank_main(job: dict[str, Any]) -> None:
 PLAIN = "ddp"
 WIDE = "images:hidden=512"  # as `thinwire compare` has it: long to send, quick to compute
 LINKS = ("10mbit", "100mbit", "1gbit", "loopback")
+BITS = ["cast:bf16", "quantize:8", "quantize:4"]
+# Each kind of `auto`, and what it chooses from besides uncompressed.
 LADDERS = {
-    "images": [f"topk:{ratio}|quantize:4" for ratio in (0.3, 0.1, 0.03, 0.01)],
-    "text": ["cast:bf16", "quantize:8", "quantize:4", "powersgd:16", "powersgd:8", "powersgd:4"],
+    "images": {"auto": [f"topk:{ratio}|quantize:4" for ratio in (0.3, 0.1, 0.03, 0.01)]},
+    "text": {
+        "auto": BITS,
+        "auto:low_rank=true": [*BITS, "powersgd:16", "powersgd:8", "powersgd:4"],
+    },
 }
 FIRST, AUTOS_FIRST = 3, 10  # steps of each method that are not looked at
 TURN = 4  # steps of a method before it is the next one's turn
-LONGEST = 60.0  # seconds of turns in a cell, after which no other round begins
-MOST_ROUNDS = 12
+LONGEST = 90.0  # seconds of turns in a cell, after which no other round begins
+MOST_ROUNDS = 24
 
 
 class Contestant:
@@ -226,7 +231,7 @@ def turns_main(job: dict[str, Any]) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     found = [Contestant(name, job, rank, size) for name in job["methods"]]
     for each in found:
-        each.train(AUTOS_FIRST if each.name == "auto" else FIRST, counts=False)
+        each.train(AUTOS_FIRST if _decides(each.name) else FIRST, counts=False)
     begin = time.perf_counter()
     for turn in range(MOST_ROUNDS):
         late = torch.tensor(float(time.perf_counter() - begin > LONGEST))
@@ -238,12 +243,16 @@ def turns_main(job: dict[str, Any]) -> None:
     if rank == 0:
         for each in found:
             row: dict[str, Any] = {"method": each.name, "seconds": each.seconds}
-            if each.name == "auto":
+            if _decides(each.name):
                 row["explain"] = each.wire.explain()
                 row["decisions"] = [decision._asdict() for decision in each.wire.decisions]
             print(json.dumps(row), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _decides(method: str) -> bool:
+    return method.startswith("auto")
 
 
 def auto(options: argparse.Namespace, console: Console) -> tuple[list[Any], list[Target]]:
@@ -258,7 +267,7 @@ def auto(options: argparse.Namespace, console: Console) -> tuple[list[Any], list
         if options.seconds and time.monotonic() - begin > options.seconds:
             break
         ladder = LADDERS[workload.partition(":")[0]]
-        methods = [PLAIN, "auto", "none", *ladder]
+        methods = list(dict.fromkeys([PLAIN, *ladder, "none", *itertools.chain(*ladder.values())]))
         steps = FIRST + AUTOS_FIRST + TURN * MOST_ROUNDS
         job = {"turns": True, "workload": workload, "methods": methods, "steps": steps}
         cluster = Loopback(options.ranks) if link == "loopback" else Lab(options.ranks, link)
@@ -281,24 +290,26 @@ def show_cell(cell: dict[str, Any], console: Console) -> None:
     steps = medians(cell)
     words = ", ".join(f"{name} {took:.0f}" for name, took in steps.items())
     console.print(f"{cell['workload']}, {cell['link']}: ms per step: {words}")
-    (ours,) = (row for row in cell["methods"] if row["method"] == "auto")
-    for decision in ours["decisions"]:
-        console.print(f"    step {decision['step']}: {decision['compressor']}: {decision['why']}")
-    console.print(ours["explain"], highlight=False)
+    for ours in (row for row in cell["methods"] if _decides(row["method"])):
+        for decision in ours["decisions"]:
+            words = f"{decision['compressor']}: {decision['why']}"
+            console.print(f"    {ours['method']}, step {decision['step']}: {words}")
+        console.print(ours["explain"], highlight=False)
 
 
 def auto_targets(found: list[dict[str, Any]]) -> list[Target]:
     targets = []
     for cell in found:
-        steps = medians(cell)
-        ours, where = steps.pop("auto"), f"{cell['workload']}, {cell['link']}"
-        best = min(steps.values())
-        targets += [
-            Target.at_most(f"{where}: step / best fixed method's", ours / best, 1.10),
-            Target.at_most(f"{where}: step / plain DDP's", ours / steps[PLAIN], 1.03),
-        ]
+        steps, where = medians(cell), f"{cell['workload']}, {cell['link']}"
+        for name, ladder in LADDERS[cell["workload"].partition(":")[0]].items():
+            best = min(steps[each] for each in (PLAIN, "none", *ladder))
+            what, ours = where if name == "auto" else f"{where}, {name}", steps[name]
+            targets += [
+                Target.at_most(f"{what}: step / best fixed method's", ours / best, 1.10),
+                Target.at_most(f"{what}: step / plain DDP's", ours / steps[PLAIN], 1.03),
+            ]
         if (cell["workload"], cell["link"]) == (WIDE, "1gbit"):
-            strong = LADDERS["images"][-1]
+            strong = LADDERS["images"]["auto"][-1]
             what = f"{where}: {strong}: times faster than plain DDP"
             targets.append(Target.at_least(what, steps[PLAIN] / steps[strong], 1.6))
     return targets

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from thinwire.collectives.costs import plain_sum
+from thinwire.collectives.probe import SHORTER, ProbeSize
 from thinwire.parallel.ddp import COMPARED, SETTLED
 from thinwire.policies import (
     Journal,
@@ -18,6 +20,7 @@ from thinwire.policies import (
     policy_of,
 )
 from thinwire.policies.base import Choice
+from thinwire.policies.forecast import network_of
 from thinwire.policies.ladder import bytes_of
 
 
@@ -59,7 +62,7 @@ class SimulatedLink:
         self.draw = random.Random(seed)
         self.step, self.seconds, self.overhead = 0, 0.0, 0.0
         self.reports = self.probes = 0
-        self._probe = 0
+        self._probe: ProbeSize | None = None
         self._doubts = False
 
     @property
@@ -82,6 +85,9 @@ class SimulatedLink:
         codec = self.codec if any(choice is not None for choice in choices) else 0.0
         talking = start + 8 * self.num_bytes(choices) / rate + codec
         return self.compute + max(0.0, talking - self.compute / 2)
+
+    def _sum_seconds(self, num_bytes: float, rate: float, start: float) -> float:
+        return plain_sum(network_of(self.where.size, start, rate / 8), num_bytes).seconds
 
     def go(self, rate: float, slow: float = 0.0, start: float = 0.003) -> str:
         """One step at so many bits per second; what the first tensor was sent with.
@@ -121,10 +127,13 @@ class SimulatedLink:
                 took, self.compute / 2, waiting, network, codec, self.num_bytes(choices), 2.0
             )
             if self._probe:
+                num_bytes = float(self._probe.num_bytes)
                 measured = measured._replace(
-                    probed=float(self._probe),
+                    probed=num_bytes,
                     meeting=self._noisy(start),
-                    moving=self._noisy(start + 8 * 1.5 * self._probe / rate),
+                    moving=self._noisy(self._sum_seconds(num_bytes, rate, start)),
+                    moving_part=self._noisy(self._sum_seconds(num_bytes / SHORTER, rate, start)),
+                    tries=float(self._probe.tries),
                 )
             told.append(measured)
             longest = max(longest, took)
@@ -141,6 +150,9 @@ class SimulatedLink:
             self.reports += 1
             self.probes += bool(probe)
             self.overhead += start
-            self.overhead += 4 * start + 3 * (start + 8 * 1.5 * probe / rate) if probe else 0.0
+            if probe:
+                lengths = (probe.num_bytes, probe.num_bytes / SHORTER)
+                sums = sum(self._sum_seconds(length, rate, start) for length in lengths)
+                self.overhead += (probe.meetings + 1) * start + probe.tries * sums
             self._probe = probe
         return str(choices[0])

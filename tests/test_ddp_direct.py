@@ -21,7 +21,7 @@ from torch import Tensor
 
 import thinwire as tw
 from thinwire.collectives.direct import DirectSums
-from thinwire.collectives.probe import LinkProbe
+from thinwire.collectives.probe import LinkProbe, ProbeSize
 from thinwire.parallel.ddp import COMPARED, SETTLED, BackwardPass
 from thinwire.policies.base import Choice, Chooser, Measured, Policy, PolicyContext, TensorInfo
 
@@ -112,8 +112,8 @@ class _Telling(_Some):
     def due(self, step: int) -> bool:
         return step % 5 == 0
 
-    def probes(self, step: int) -> int:
-        return 1000 if step == 5 else 0
+    def probes(self, step: int) -> ProbeSize | None:
+        return ProbeSize(1000, 3) if step == 5 else None
 
     def report(self, measured: Measured) -> list[float]:
         return [1.0]

@@ -151,6 +151,7 @@ def test_what_does_not_suit_adam_is_known(spec, feedback, words):
     [
         *("none", "cast:bf16", "quantize:8", "quantize:2", "powersgd:4", "qsgd:7", "natural"),
         *("tiered:0.01", "magnitude:0.1,small=(quantize:2)", "topk:1.0", "auto"),
+        "auto:low_rank=true",
         *("warmup:9,(auto)", "layerwise:(a=auto; *=quantize:4)", "bandwidth:(powersgd:4)"),
     ],
 )
@@ -168,7 +169,8 @@ def context(size: int = 4, **options: Any) -> PolicyContext:
 
 
 def test_low_ranks_are_for_tensors_of_which_they_are_smaller():
-    ladder = steady_ladder(context())
+    assert len(steady_ladder(context(), low_rank=False)) == 4
+    ladder = steady_ladder(context(), low_rank=True)
     assert [str(rung.choose(SMALL)) for rung in ladder] == [
         *("None", "cast:bf16", "quantize:8", "quantize:4", "quantize:4", "quantize:4", "quantize:4")
     ]
@@ -195,20 +197,22 @@ def explained(chooser: Any) -> str:
 
 def test_auto_goes_by_the_optimizer():
     unknown = OptimizerKind.UNKNOWN
-    for kinds, used, words in (
-        ((ADAM_LIKE, ADAM_LIKE), "powersgd", "divides by a second moment, which bursts"),
-        ((OTHER, ADAM_LIKE), "powersgd", "divides by a second moment, which bursts"),
-        ((OTHER, unknown), "topk", "does not divide by a second moment"),
-        ((unknown, unknown), "powersgd", "not known"),
+    steady, sparse = ("quantize:4", "powersgd:4"), ("topk:0.01|quantize:4",) * 2
+    for kinds, strongest, words in (
+        ((ADAM_LIKE, ADAM_LIKE), steady, "divides by a second moment, which bursts"),
+        ((OTHER, ADAM_LIKE), steady, "divides by a second moment, which bursts"),
+        ((OTHER, unknown), sparse, "does not divide by a second moment"),
+        ((unknown, unknown), steady, "not known"),
     ):
-        link = SlowLink("auto:4", context())
-        sent = [link.sends(*kinds) for _ in range(30)]
-        assert set(sent[:4]) == {("None", "None")}
-        assert all(one.startswith(used) for one, _ in sent[6:]), sent
-        assert {other for _, other in sent[6:] if used == "powersgd"} <= {"quantize:4"}
-        assert words in explained(link.chooser)
-        strongest = {"powersgd": "powersgd:4", "topk": "topk:0.01|quantize:4"}[used]
-        assert f"up to {strongest}" in explained(link.chooser)
+        for low_rank in (False, True):
+            link = SlowLink(f"auto:4,low_rank={str(low_rank).lower()}", context())
+            sent = [link.sends(*kinds) for _ in range(30)]
+            assert set(sent[:4]) == {("None", "None")}
+            used = strongest[low_rank].partition(":")[0]
+            assert all(one.startswith(used) for one, _ in sent[10:]), sent
+            assert {other for _, other in sent[10:] if used == "powersgd"} <= {"quantize:4"}
+            assert words in explained(link.chooser)
+            assert f"up to {strongest[low_rank]}" in explained(link.chooser)
 
 
 def test_auto_changes_its_ladder_when_the_optimizer_becomes_known_late():
@@ -259,7 +263,7 @@ def test_the_ladder_is_part_of_autos_state_which_fits_any_number_of_ranks():
     ],
 )
 def test_auto_leaves_out_what_the_collective_does_not_carry(options, strongest):
-    link = SlowLink("auto:2", context(**options))
+    link = SlowLink("auto:2,low_rank=true", context(**options))
     used = {choice for _ in range(30) for choice in link.sends(ADAM_LIKE)}
     assert f"up to {strongest}, and off" in explained(link.chooser)
     assert all(c == "None" or link.where.options.carries(tw.parse(c)) for c in used)
@@ -406,14 +410,14 @@ def on_a_climb(kind: str) -> dict[str, Any]:
     _Following._surprised = lambda *_: False  # type: ignore[method-assign]
     try:
         found: dict[str, Any] = {"used": []}
-        model, wire = wired("auto:1", wide())
+        model, wire = wired("auto:1,low_rank=true", wide())
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
         for step in range(14):
             found["said"] = steps(model, [optimizer], 1)
             found["used"].append(sent_with(wire))
             if step == 10:
                 state = wire.state_dict()
-                other, again = wired("auto:1", wide())
+                other, again = wired("auto:1,low_rank=true", wide())
                 other.module.load_state_dict(model.module.state_dict())
                 second = getattr(torch.optim, kind)(other.parameters(), lr=1e-3)
                 second.load_state_dict(optimizer.state_dict())

@@ -20,6 +20,7 @@ from tensors import normal
 import thinwire as tw
 from thinwire.collectives.costs import plain_sum
 from thinwire.collectives.options import Options
+from thinwire.collectives.probe import SHORTER
 from thinwire.policies import (
     Chooser,
     Journal,
@@ -31,7 +32,7 @@ from thinwire.policies import (
     policy_of,
 )
 from thinwire.policies.codecs import CodecRow, shipped
-from thinwire.policies.forecast import Conditions, Forecast, link_of, network_of
+from thinwire.policies.forecast import MOST_WAITS, Conditions, Forecast, link_of, network_of
 from thinwire.policies.ladder import Rung, bytes_of, ladder_of
 from thinwire.policies.solve import solve
 
@@ -53,6 +54,7 @@ SPECS = [
     "accuracy:(topk:0.01),0.1,higher=false",
     "auto",
     "auto:100,0.2",
+    "auto:low_rank=true",
 ]
 
 
@@ -387,8 +389,11 @@ LADDER = ladder_of(tw.parse("topk:0.01|quantize:4"))
 @pytest.mark.parametrize("rate", [1e5, 1e7, 5e7, 1e8, 2e8, 4e8, 1e9, 1e10])
 def test_auto_takes_about_the_fastest_and_does_not_flutter(rate):
     """Over 500 noisy steps; what the model of costs knows is not what the link is made of."""
-    for kinds in ((OTHER,), (ADAM_LIKE,)):
-        link = SimulatedLink("auto", seed=7, kinds=kinds)
+    for spec, kinds in (
+        *(("auto", kinds) for kinds in ((OTHER,), (ADAM_LIKE,))),
+        ("auto:low_rank=true", (ADAM_LIKE,)),
+    ):
+        link = SimulatedLink(spec, seed=7, kinds=kinds)
         used = [link.go(rate) for _ in range(500)]
         ladder = link.chooser.inner.inner.used.ladder
         steps = {str(rung): link.seconds_with([rung.choose(link.where.tensors[0])], rate)
@@ -402,11 +407,12 @@ def test_auto_takes_about_the_fastest_and_does_not_flutter(rate):
 
 def test_a_slow_link_gets_the_strongest_at_once():
     """From the numbers of the warm-up alone, not rung by rung."""
-    for rate, kinds, strongest in (
-        (1e6, (OTHER,), "topk:0.01|quantize:4"),
-        (2e7, (ADAM_LIKE,), "powersgd:4"),
+    for spec, rate, kinds, strongest in (
+        ("auto", 1e6, (OTHER,), "topk:0.01|quantize:4"),
+        ("auto", 2e7, (ADAM_LIKE,), "quantize:4"),
+        ("auto:low_rank=true", 2e7, (ADAM_LIKE,), "powersgd:4"),
     ):
-        link = SimulatedLink("auto", kinds=kinds, codec=0.001)
+        link = SimulatedLink(spec, kinds=kinds, codec=0.001)
         assert [link.go(rate) for _ in range(6)] == ["None"] * 5 + [strongest]
 
 
@@ -472,7 +478,8 @@ def test_steps_in_which_ranks_meet_are_not_looked_at():
     """Uncompressed steps take longer there, and they are few."""
     link = SimulatedLink("auto:20", meets=0.08)
     used = [link.go(4e8) for _ in range(60)]
-    assert changes(used) == 3, "it has looked at uncompressed steps a second time"
+    # From there it may stay, or go back: steps take as long.
+    assert changes(used) in (2, 3), "it has looked at uncompressed steps a second time"
     took = re.search(r"uncompressed +\d+ ms +(\d+) ms", "\n".join(link.chooser.explain()))
     # Noise makes each part of a step up to 20 % longer; milliseconds are rounded.
     assert int(took[1]) <= 1.2e3 * link.seconds_with([None], 4e8) + 1
@@ -492,8 +499,10 @@ def test_reports_get_rarer_on_a_link_that_gets_far():
     there = Measured(0.1, 0.05, 0.0, 0.01, 0.0, 1e6)
 
     def probe(meeting: float, rate: float) -> None:
-        seconds = plain_sum(network_of(4, meeting, rate), 1 << 20).seconds
-        probed = there._replace(probed=float(1 << 20), meeting=meeting, moving=seconds)
+        long, short = sums(4, meeting, rate)
+        probed = there._replace(
+            probed=float(PROBED), meeting=meeting, moving=long, moving_part=short, tries=3.0
+        )
         conditions.learn([probed] * 4, True, 0.0)
 
     for _ in range(4):
@@ -523,16 +532,27 @@ def test_nothing_fits_but_something_is_least():
     assert used[10:].count("topk:0.01|quantize:4") >= 24
 
 
-@given(st.integers(2, 64), st.floats(5, 11), st.floats(-4, -1))
-def test_a_link_is_read_from_what_a_sum_takes(size, rate, meeting):
-    """Where bytes are what it takes, the rate is exact; where they are not, it does not matter."""
+PROBED = 1 << 20  # bytes
+
+
+def sums(size: int, meeting: float, rate: float) -> list[float]:
+    """Seconds of the two sums of a probe."""
+    network = network_of(size, meeting, rate)
+    return [plain_sum(network, num_bytes).seconds for num_bytes in (PROBED, PROBED / SHORTER)]
+
+
+@given(st.integers(2, 64), st.floats(5, 11), st.floats(-4, -1), st.floats(1, 10))
+def test_a_link_is_read_from_what_two_sums_take(size, rate, meeting, crowded):
+    """The rate is exact unless bytes hardly count, however long ranks wait for cores in a meeting;
+    where they hardly count, it does not matter."""
     rate, meeting = 10**rate, 10**meeting
-    seconds = plain_sum(network_of(size, meeting, rate), 1 << 20).seconds
-    waits = plain_sum(network_of(size, meeting, 1e12), 1 << 20).seconds
-    found = link_of(size, meeting, 1 << 20, seconds)
-    assert plain_sum(network_of(size, *found), 1 << 20).seconds == pytest.approx(seconds, rel=0.01)
-    if waits < 0.7 * seconds:
-        assert found == (meeting, pytest.approx(rate, rel=0.01))
+    seconds, part = sums(size, meeting, rate)
+    found = link_of(size, crowded * meeting, PROBED, seconds, part)
+    took, _ = sums(size, *found)
+    assert took == pytest.approx(seconds, rel=1 - MOST_WAITS)
+    nothing, _ = sums(size, 0.0, rate)
+    if nothing > 0.25 * seconds:
+        assert found[1] == pytest.approx(rate, rel=0.02)
 
 
 def test_ranks_with_other_tables_forecast_the_same(tmp_path, monkeypatch, caplog):
@@ -693,12 +713,12 @@ def test_a_state_fits_other_numbers_of_ranks(size):
 
 def test_a_state_fits_a_collective_that_carries_less():
     """What was measured with a strength that can no longer be used says nothing of another."""
-    link = SimulatedLink("auto", kinds=(ADAM_LIKE,))
+    link = SimulatedLink("auto:low_rank=true", kinds=(ADAM_LIKE,))
     for _ in range(60):
         last = link.go(2e7)
     assert last.startswith("powersgd")
     where = context()._replace(options=Options(collective="twoshot"))
-    other = SimulatedLink("auto", where, kinds=(ADAM_LIKE,))
+    other = SimulatedLink("auto:low_rank=true", where, kinds=(ADAM_LIKE,))
     other.load(link.chooser.state())
     assert measured_of(other) == set()
     other.step = 60
@@ -716,7 +736,7 @@ def test_one_rank_has_one_strength():
 
 
 def test_what_is_explained_says_each_thing_once():
-    link = SimulatedLink("auto", context((800, 500), (30, 30)), kinds=(ADAM_LIKE,))
+    link = SimulatedLink("auto:low_rank=true", context((800, 500), (30, 30)), kinds=(ADAM_LIKE,))
     for _ in range(40):
         link.go(1.72e10)
     (strengths,) = [line for line in link.chooser.explain() if line.startswith("Its strengths")]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from nets import TIMEOUT, all_same, backward, named, plain, train, wired
 
 import thinwire as tw
-from thinwire.collectives.probe import LinkProbe
+from thinwire.collectives.probe import LinkProbe, ProbeSize
 from thinwire.policies import Chooser, Policy, PolicyContext, TensorInfo
 
 STEADY = [  # what goes by steps and values, not by the clock
@@ -70,7 +70,7 @@ def on_timed_link(spec: str) -> tuple[Any, ...]:
     model, wire = wired(spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     train(model, range(9), optimizer)
-    probe = LinkProbe(1 << 16, torch.device("cpu"), wire._reducer.options)
+    probe = LinkProbe(ProbeSize(1 << 16, 3), torch.device("cpu"), wire._reducer.options)
     probe.start()
     return wire.state_dict()["policy"], wire.explain(), probe.meeting, probe.moving
 

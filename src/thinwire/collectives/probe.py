@@ -2,6 +2,7 @@
 
 import time
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,24 @@ from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.options import Options
 from thinwire.collectives.transport import Transport
 
-MEETINGS, SUMS = 5, 3  # that are timed
+SHORTER = 4  # times as long as the short sums are the long ones
+
+
+class ProbeSize(NamedTuple):
+    """How thoroughly a link is timed.
+
+    Args:
+        num_bytes: of the longer tensor that is summed.
+        tries: sums of each length, of which the shortest counts.
+    """
+
+    num_bytes: int
+    tries: int
+
+    @property
+    def meetings(self) -> int:
+        """That are timed."""
+        return 2 * self.tries - 1
 
 
 class LinkProbe(Exchange):
@@ -20,37 +38,45 @@ class LinkProbe(Exchange):
     link. The seconds of a real exchange hold the waiting for it, which on a fast link is most of
     them.
 
+    Sums of two lengths tell what waiting takes, for distance or for a core, and what bytes take: it
+    is the same waiting in both.
+
     Args:
-        num_bytes: of the tensor that is summed.
+        size: how thoroughly.
         device: where the group's tensors are.
 
     Attributes:
-        meeting, moving: seconds of the shortest meeting and sum, when it has ended; 0 in a group of
-            one. Whatever else the machine does only makes them longer.
+        meeting, moving, moving_part: seconds of the shortest meeting, long sum and short sum, when
+            it has ended; 0 in a group of one. Whatever else the machine does only makes them
+            longer.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, options: Options) -> None:
+    def __init__(self, size: ProbeSize, device: torch.device, options: Options) -> None:
         nothing = torch.empty(0, device=device)
         super().__init__("probe", [nothing], options, what="probe of the link")
-        self.num_bytes = num_bytes
-        self.meeting = self.moving = 0.0
-        self.details = (("bytes", str(num_bytes)),)
+        self.probe_size = size
+        self.meeting = self.moving = self.moving_part = 0.0
+        self.details = (("bytes", str(size.num_bytes)), ("tries", str(size.tries)))
 
     def prepare(self) -> None:
-        self._values = torch.zeros(self.num_bytes // 4, device=self.device)
+        self._values = torch.zeros(self.probe_size.num_bytes // 4, device=self.device)
 
     def exchange(self, transport: Transport) -> None:
         transport.meet()
         times = [time.perf_counter()]
-        for _ in range(MEETINGS):
+        for _ in range(self.probe_size.meetings):
             transport.meet()
             times.append(time.perf_counter())
         self.meeting = min(b - a for a, b in pairwise(times))
+        part = self._values[: self._values.numel() // SHORTER]
         times = times[-1:]
-        for _ in range(SUMS):
-            transport.reduce(self._values, dist.ReduceOp.SUM)
-            times.append(time.perf_counter())
-        self.moving = min(b - a for a, b in pairwise(times))
+        for _ in range(self.probe_size.tries):
+            # The long one first: what a link lets pass at once after a pause is then used up.
+            for values in (self._values, part):
+                transport.reduce(values, dist.ReduceOp.SUM)
+                times.append(time.perf_counter())
+        took = [b - a for a, b in pairwise(times)]
+        self.moving, self.moving_part = min(took[::2]), min(took[1::2])
 
     def finish(self) -> None:
         del self._values

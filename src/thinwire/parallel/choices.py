@@ -240,7 +240,11 @@ class PolicyRunner(Choices):
             if probe is not None:
                 self._wait(probe.handle)
                 measured = measured._replace(
-                    probed=float(probe.num_bytes), meeting=probe.meeting, moving=probe.moving
+                    probed=float(probe.probe_size.num_bytes),
+                    meeting=probe.meeting,
+                    moving=probe.moving,
+                    moving_part=probe.moving_part,
+                    tries=float(probe.probe_size.tries),
                 )
             try:
                 numbers: Sequence[float] | Exception = self.chooser.report(measured)
@@ -250,9 +254,9 @@ class PolicyRunner(Choices):
             reports = GatherNumbers(numbers, what, self._device, self._options)
             reports.start(async_op=True)
             self._reports = (step, reports)
-            num_bytes = self.chooser.probes(step)
-            if num_bytes:
-                self._probe = LinkProbe(num_bytes, self._device, self._options)
+            size = self.chooser.probes(step)
+            if size is not None:
+                self._probe = LinkProbe(size, self._device, self._options)
                 self._probe.start(async_op=True)
 
     def watches(self, step: int) -> bool:

@@ -547,8 +547,6 @@ class ReplicaWire(ShardedWire):
     """Of a model whose shards are averaged over replicas: its group is that of a shard's
     replicas."""
 
-    _advice = '"quantize:4" or "powersgd:4"'
-
     def _shape(self, shard: NamedShard) -> torch.Size:
         return shard.place.own
 

@@ -82,7 +82,7 @@ class Wire:
     """
 
     # What suits Adam, where a compressor does not.
-    _advice = 'tw.LocalSteps(model, optimizer, "adam-update"), "quantize:4" or "powersgd:4"'
+    _advice = 'tw.LocalSteps(model, optimizer, "adam-update") or "quantize:4"'
 
     def __init__(self, configuration: Configuration) -> None:
         self.step = 0

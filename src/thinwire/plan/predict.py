@@ -18,7 +18,7 @@ from thinwire.collectives.costs import (
     overlapped_step,
     waiting_step,
 )
-from thinwire.compressors import Compressor, JointCompressor
+from thinwire.compressors import Compressor, JointCompressor, PowerSGD
 from thinwire.feedback import Feedback, feedback_for
 from thinwire.formatting import show_rate, show_ratio, show_seconds
 from thinwire.methods import LocalRecipe, method_of
@@ -68,6 +68,11 @@ class PlannedMethod:
     overlap: int = 0
     suits_adam: bool = True
 
+    @property
+    def low_rank(self) -> bool:
+        """Suits Adam, but cost accuracy under it in long trainings."""
+        return isinstance(self.compressor, PowerSGD) and not self.every
+
 
 def read_method(text: str) -> PlannedMethod:
     """The method of a name: "ddp", a compressor, a policy with one, a method by name.
@@ -89,7 +94,7 @@ def read_method(text: str) -> PlannedMethod:
     if name == "auto":
         raise ValueError(
             "'auto' chooses as it trains: plan with what it chooses from instead, such as "
-            "quantize:4, powersgd:4 or topk:0.01|quantize:4"
+            "quantize:4 or topk:0.01|quantize:4"
         )
     chosen, _, remembered = name.partition("+")
     policy = policy_of(chosen)
@@ -259,7 +264,7 @@ def fastest(predictions: Sequence[Prediction], adam: bool = False) -> Prediction
     plain, *others = predictions
     able = [each for each in others if not each.method.every]
     if adam:
-        able = [each for each in able if each.method.suits_adam]
+        able = [each for each in able if each.method.suits_adam and not each.method.low_rank]
     best = min(able, key=lambda each: each.cost.seconds, default=plain)
     return best if best.speedup >= WORTH else plain
 
@@ -288,6 +293,8 @@ def advice(
         gain = f" ({_gain(dense, plain)})" if dense is not plain else ""
         unsuited = "they do not suit sparse or 1-bit gradients"
         text += f" With Adam and its like use {under}{gain}: {unsuited}."
+    if optimizer == "adam":
+        text += _low_rank_hint(predictions, best)
     if setting is not None:
         text += nodes_hint([each.method for each in predictions], setting, best)
     rounds = [each for each in predictions if each.method.every]
@@ -301,6 +308,18 @@ def advice(
     return text
 
 
+def _low_rank_hint(predictions: Sequence[Prediction], best: Prediction) -> str:
+    """What a low rank would bring under Adam, and cost; nothing if that is not much."""
+    low = [each for each in predictions if each.method.low_rank]
+    fast = min(low, key=lambda each: each.cost.seconds, default=best)
+    if fast.cost.seconds * WORTH >= best.cost.seconds:
+        return ""
+    return (
+        f" {fast.method.name} would take {show_seconds(fast.cost.seconds)}, but low ranks cost "
+        "accuracy in long trainings with Adam (docs/guides/which-method.md)."
+    )
+
+
 def nodes_hint(methods: Sequence[PlannedMethod], setting: Setting, best: Prediction) -> str:
     """What sums inside of hosts would bring, in a sentence; nothing if that is not much."""
     s = setting.network.ranks_per_host
@@ -309,7 +328,7 @@ def nodes_hint(methods: Sequence[PlannedMethod], setting: Setting, best: Predict
     inside = replace(setting, nodes=True)
     able = [each for each in methods if not each.every and not each.plain]
     if best.method.suits_adam:
-        able = [each for each in able if each.suits_adam]
+        able = [each for each in able if each.suits_adam and not each.low_rank]
     steps = [(step_of(each, inside).seconds, each.name) for each in able]
     seconds, name = min(steps, default=(math.inf, ""))
     if seconds * WORTH >= best.cost.seconds:

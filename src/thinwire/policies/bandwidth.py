@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, ClassVar
 
 from thinwire import check
+from thinwire.collectives.probe import ProbeSize
 from thinwire.compressors import Compressor, Quantize, TopK
 from thinwire.formatting import show_rate
 from thinwire.policies.base import (
@@ -22,7 +23,7 @@ from thinwire.policies.base import (
     inner_compressor,
 )
 from thinwire.policies.forecast import FIRST, NOTICEABLE, Conditions, Forecast
-from thinwire.policies.ladder import STEADY_KINDS, Rung, ladder_of, steady_ladder
+from thinwire.policies.ladder import Rung, ladder_of, steady_kinds, steady_ladder
 from thinwire.policies.schedule import WarmingUp
 
 TRIAL = 4  # steps with one strength before it is judged
@@ -38,7 +39,9 @@ RARELY = 512  # the same, where the best is not clear
 # What is believed of a strength that was not used, as a share below its forecast; of one that was
 # measured long ago, and once; and of uncompressed steps on a changed link. Where another compressed
 # one has been measured and was as forecast, a try must promise more than the noise instead.
-DOUBT, NOISE = 0.1, 0.05
+# Where none of its kind has been (joint compressors are one, all others another), forecasts of the
+# other kind say little: it was a third off in both directions.
+DOUBT, NOISE, STRANGE = 0.1, 0.05, 0.3
 TRUSTED = 1.25  # times more or less than forecast: further off, and others are worth a try too
 STAY = 0.03  # what another strength must be better by
 # Times what the first choice takes: from there on uncompressed steps are too slow to look again.
@@ -220,14 +223,14 @@ class _Following(Chooser):
         new = self._anew or not self._times[self._rung]
         judging = new and step - self._since <= TRIAL + self._unseen
         judging = judging or self._from >= 0 or any(self._odd) or step == self._asked
-        return judging or self._conditions.due(step, self._every) or self.probes(step) > 0
+        return judging or self._conditions.due(step, self._every) or self.probes(step) is not None
 
     @property
     def _every(self) -> int:
         """Steps from report to report."""
         return self._conditions.every(REPORTS if self._rung else REPORTS_PLAIN)
 
-    def probes(self, step: int) -> int:
+    def probes(self, step: int) -> ProbeSize | None:
         return self._conditions.probes(step, self._every)
 
     def doubts(self, measured: Measured) -> bool:
@@ -251,7 +254,7 @@ class _Following(Chooser):
         uncompressed = self.rung.compressor is None
         looks = conditions.ready and not uncompressed and step > self._since
         expected = self._forecast.codec_seconds(self._rung, conditions) if looks else 0.0
-        if self.probes(step):
+        if self.probes(step) is not None:
             conditions.note_probe(step)
         conditions.learn(told, uncompressed, expected)
 
@@ -288,7 +291,7 @@ class _Following(Chooser):
             return True  # once is chance, and so are two that differ
         self._forget()  # what others took says nothing of this link
         self._odd, self._network = (0.0, 0.0), network
-        self._conditions.asked = True
+        self._conditions.doubt()
         self._wait, self._wanted = 0, PATIENCE  # what is known to be better need not wait
         return False
 
@@ -343,15 +346,18 @@ class _Following(Chooser):
         for what was never measured."""
         found = self._expected()
         compressed = [i for i in self._usable if i and self._times[i]]
+        kinds = {self._rungs[i].joint for i in compressed}
         wrong = any(
             not 1 / TRUSTED <= self._times[i] / self._forecasts[i] <= TRUSTED for i in compressed
         )
         for i in range(len(found)):
             if not self._times[i]:
                 doubt = DOUBT if wrong or not i or not compressed else -NOISE
+                if i and kinds and self._rungs[i].joint not in kinds and self._rung:
+                    doubt = STRANGE
                 found[i] = found[i] * (1 - doubt) if tries else math.inf
-            elif tries and self._is_old(i, step):
-                found[i] *= 1 - DOUBT / self._looks[i]
+            elif tries and self._is_old(i, step) and self._looks[i] == 1:
+                found[i] *= 1 - DOUBT
             elif i != self._rung:
                 found[i] *= 1 + STAY
         return found
@@ -499,14 +505,16 @@ class Auto(Policy):
     as fast, the lightest. What is measured corrects the forecasts. How far it goes depends on the
     optimizer:
 
-    - like Adam, or unknown: 16 bits, 8, 4, then a low rank (PowerSGD) of the matrices for which
-      that is smaller. All of these send every element in every step. What arrives in bursts would
-      inflate the second moment that Adam divides by.
+    - like Adam, or unknown: 16 bits, 8, 4. All of these send every element in every step. What
+      arrives in bursts would inflate the second moment that Adam divides by.
     - any other (SGD, Lion, Muon): up to the largest one in a hundred in four bits.
 
     Args:
         warmup: steps before the first compression.
         gain: how much shorter a stronger compression must make a step to be used, as a share of it.
+        low_rank: under Adam go further than 4 bits, to a low rank (PowerSGD) of the matrices for
+            which that is smaller. That is faster where links are slow, and costs accuracy in long
+            trainings (docs/guides/policies.md has figures).
 
     Example:
         >>> import thinwire as tw
@@ -516,11 +524,13 @@ class Auto(Policy):
 
     warmup: int = 5
     gain: float = 0.03
+    low_rank: bool = False
     name: ClassVar[str] = "auto"
 
     def __post_init__(self) -> None:
         check.steps("Auto", "warmup", self.warmup)
         check.positive("Auto", "gain", self.gain)
+        check.flag("Auto", "low_rank", self.low_rank)
 
     @property
     def main(self) -> Compressor:
@@ -528,10 +538,10 @@ class Auto(Policy):
 
     @property
     def under_adam(self) -> tuple[Compressor, ...]:
-        return STEADY_KINDS
+        return steady_kinds(self.low_rank)
 
     def begin(self, context: PolicyContext) -> Chooser:
-        ladders = _Ladders(_Fastest(self.gain), context)
+        ladders = _Ladders(_Fastest(self.gain), context, self.low_rank)
         warming_up = WarmingUp(ladders, self.warmup, context.journal)
         return _Explained(warming_up, ladders, context.size)
 
@@ -545,10 +555,10 @@ class _Ladders(Chooser):
 
     num_reports = 1 + _FIELDS
 
-    def __init__(self, rule: _Rule, context: PolicyContext) -> None:
+    def __init__(self, rule: _Rule, context: PolicyContext, low_rank: bool) -> None:
         conditions = Conditions(context)
         self._sparse = _Following(rule, _rungs_of(STRONGEST), context, conditions)
-        steady = steady_ladder(context)
+        steady = steady_ladder(context, low_rank)
         self._steady = _Following(rule, steady, context, conditions, thinned=True)
         self._own = OptimizerKind.UNKNOWN  # as far as this rank knows
         self.kind = OptimizerKind.UNKNOWN  # as far as all ranks have heard
@@ -565,7 +575,7 @@ class _Ladders(Chooser):
     def due(self, step: int) -> bool:
         return self.used.due(step)
 
-    def probes(self, step: int) -> int:
+    def probes(self, step: int) -> ProbeSize | None:
         return self.used.probes(step)
 
     def doubts(self, measured: Measured) -> bool:

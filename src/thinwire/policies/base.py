@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.options import Options
+from thinwire.collectives.probe import ProbeSize
 from thinwire.compressors import Compressor, NoCompression, compressor_of
 from thinwire.compressors.registry import COMPRESSORS
 from thinwire.spec import Kind, name_of, spec_of
@@ -63,6 +64,8 @@ class Measured(NamedTuple):
     probed: float = 0.0  # bytes of the last probe of the link, if one has ended since; see `probes`
     meeting: float = 0.0  # its seconds for ranks to hear from each other
     moving: float = 0.0  # its seconds to sum those bytes
+    moving_part: float = 0.0  # and a part of them: 1 / SHORTER of thinwire.collectives.probe
+    tries: float = 0.0  # its sums of each length
 
 
 class OptimizerKind(IntEnum):
@@ -174,10 +177,10 @@ class Chooser(ABC):
         """Whether ranks tell each other their numbers after this step."""
         return self.num_reports > 0
 
-    def probes(self, step: int) -> int:
-        """Bytes to time the link with after this step, which must be due; 0 for not at all. What
-        comes of it is measured with the next step."""
-        return 0
+    def probes(self, step: int) -> ProbeSize | None:
+        """How to time the link after this step, which must be due; None for not at all. What comes
+        of it is measured with the next step."""
+        return None
 
     def doubts(self, measured: Measured) -> bool:
         """Whether this rank would rather hear from the others at once, after a step like this. They
@@ -239,7 +242,7 @@ class Around(Chooser):
     def due(self, step: int) -> bool:
         return self.inner.due(step)
 
-    def probes(self, step: int) -> int:
+    def probes(self, step: int) -> ProbeSize | None:
         return self.inner.probes(step)
 
     def doubts(self, measured: Measured) -> bool:
@@ -301,8 +304,8 @@ class Shared(Chooser):
     def due(self, step: int) -> bool:
         return any(chooser.due(step) for chooser in self._all)
 
-    def probes(self, step: int) -> int:
-        return max((chooser.probes(step) for chooser in self._all), default=0)
+    def probes(self, step: int) -> ProbeSize | None:
+        return max(filter(None, (each.probes(step) for each in self._all)), default=None)
 
     def doubts(self, measured: Measured) -> bool:
         return any(chooser.doubts(measured) for chooser in self._all)

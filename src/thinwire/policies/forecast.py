@@ -23,7 +23,7 @@ from thinwire.collectives.costs import (
     plain_sum,
 )
 from thinwire.collectives.memory import weigh
-from thinwire.collectives.probe import MEETINGS, SUMS
+from thinwire.collectives.probe import SHORTER, ProbeSize
 from thinwire.compressors import Compressor, JointCompressor, PowerSGD, Quantize
 from thinwire.policies.base import Choice, Measured, PolicyContext, TensorInfo
 from thinwire.policies.codecs import CodecTable, kind_of, measured_file, read_table, shipped
@@ -36,15 +36,18 @@ SHARE = 0.004  # of the time that passes, what probes may take
 BUSY = 1.0
 FIRST_PROBE, LEAST_PROBE, MOST_PROBE = 1 << 18, 1 << 16, 1 << 22  # bytes
 LONG_ENOUGH = 0.06  # seconds of a probe's sum: bursts and waiting for cores hardly show in it
+TRIES = 3
 PROBES = 2  # before anything is decided: the second one is as long as the first one says
+# From then on a glance now and then: one try of a sum so much shorter, which only tells whether a
+# thorough probe is worth its time.
+GLANCE, LEAST_GLANCE = 3, 1 << 14
 BETWEEN = 50  # steps from probe to probe, at least
 SELDOM = 32  # steps from report to report, at most
 CHANGED = 2.0  # times more or less: a link that has changed, or chance
 NOTICEABLE = 0.1  # of a step: less than that is no change
 SMOOTH = 0.5  # of what was known before
-SLOWEST, FASTEST = 1e2, 1e12  # bytes per second between which a rate is looked for
-HALVINGS = 60  # of that interval
-MOST_WAITS = 0.7  # of a sum's seconds, what may be other than its bytes
+HALVINGS = 12  # of the intervals in which a rate and the seconds of a meeting are looked for
+MOST_WAITS = 0.9  # of a sum's seconds, what may be other than its bytes
 # Times as long as in the table, at most. Threads that wait for a core show in the seconds of any
 # codec: what is beyond this is taken to be the same for all of them, not in proportion.
 MOST_SLOWER = 2.0
@@ -64,20 +67,38 @@ def network_of(size: int, meeting: float, rate: float) -> Interconnect:
     )
 
 
-def link_of(size: int, meeting: float, num_bytes: float, seconds: float) -> tuple[float, float]:
-    """Seconds of a meeting, and bytes per second, with which a sum of so many bytes takes so long.
+def link_of(
+    size: int, meeting: float, num_bytes: float, seconds: float, part_seconds: float
+) -> tuple[float, float]:
+    """Seconds of a meeting, and bytes per second, with which a sum of so many bytes and one of a
+    part of them take so long.
 
-    On a fast link both are mostly software, and a meeting may take longer than a hop of the sum:
-    then the sum counts. The rate is found by halving an interval.
+    Ranks that share cores wait for these in a meeting, which then takes longer than a hop of a sum:
+    so the short sum says what waiting takes, if that is less, and the long one the rate.
     """
-    waits = plain_sum(network_of(size, meeting, FASTEST), num_bytes).seconds
-    meeting *= min(1.0, MOST_WAITS * seconds / waits)
-    low, high = math.log2(SLOWEST), math.log2(FASTEST)
+
+    def waiting(rate: float) -> float:
+        """Seconds of a meeting with which the short sum takes as long as it did."""
+        longest = plain_sum(network_of(size, meeting, rate), num_bytes / SHORTER).seconds
+        if longest <= part_seconds:
+            return meeting
+        low, high = 0.0, meeting
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            took = plain_sum(network_of(size, middle, rate), num_bytes / SHORTER).seconds
+            low, high = (low, middle) if took > part_seconds else (middle, high)
+        return low
+
+    # All of the seconds are for bytes, or few of them.
+    slowest = plain_sum(network_of(size, 0.0, 1.0), num_bytes).seconds / seconds
+    low, high = math.log2(slowest), math.log2(slowest / (1 - MOST_WAITS))
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        longer = plain_sum(network_of(size, meeting, 2**middle), num_bytes).seconds > seconds
+        rate = 2.0**middle
+        longer = plain_sum(network_of(size, waiting(rate), rate), num_bytes).seconds > seconds
         low, high = (middle, high) if longer else (low, middle)
-    return meeting, float(2**low)
+    rate = 2.0**high
+    return waiting(rate), rate
 
 
 class SentPart(NamedTuple):
@@ -221,6 +242,7 @@ class Conditions:
         self._most = max(LEAST_PROBE, min(MOST_PROBE, dense))
         self.seen = 0  # reports in this process
         self.asked = False  # for a probe
+        self._doubted = False  # steps tell of a change: one probe that does too is enough
         self.link_version = self.version = 0
         self.meeting = self.rate = self.compute = self.window = self.waiting = 0.0
         self.report = 0.0
@@ -232,7 +254,6 @@ class Conditions:
         self._suspect = 0.0  # seconds of an uncompressed sum on a link that has perhaps changed
         self._size = min(FIRST_PROBE, self._most)
         self._probed = 0  # the last step with a probe
-        self._cost = 0.0  # seconds of it
         self._used = (0.0, 1.0, 0.0)  # compute, codec, and compute + extra of the last forecasts
 
     @property
@@ -266,19 +287,31 @@ class Conditions:
         wanted = max(1, math.ceil(self.report / (share * self.took)))
         return min(SELDOM, wanted + wanted % 2) if wanted > 1 else 1
 
-    def probes(self, step: int, every: int) -> int:
-        """Bytes to time the link with now, where reports come after so many steps."""
-        if self.size == 1 or not self.seen or step - self._probed < 2:
-            return 0
-        wanted = self.asked or self._probes < PROBES
+    def probes(self, step: int, every: int) -> ProbeSize | None:
+        """How to time the link now, where reports come after so many steps."""
         since = step - self._probed
-        if not wanted and since >= BETWEEN and _is_regular(step, every):
-            wanted = self._cost <= SHARE * since * self.took
-        return self._size if wanted else 0
+        if self.size == 1 or not self.seen or since < 2:
+            return None
+        if self.asked or self._probes < PROBES:
+            return ProbeSize(self._size, TRIES)
+        if since >= BETWEEN and _is_regular(step, every):
+            glance = ProbeSize(max(LEAST_GLANCE, self._size // GLANCE), 1)
+            if self._seconds_of(glance) <= SHARE * since * self.took:
+                return glance
+        return None
+
+    def _seconds_of(self, size: ProbeSize) -> float:
+        lengths = (size.num_bytes, size.num_bytes / SHORTER)
+        sums = sum(plain_sum(self.network, length).seconds for length in lengths)
+        return (size.meetings + 2) * self.report + size.tries * sums
 
     def note_probe(self, step: int) -> None:
         """One goes out after this step."""
         self._probed, self.asked = step, False
+
+    def doubt(self) -> None:
+        """Steps say that the link is not what it was."""
+        self.asked = self._doubted = True
 
     # What came.
 
@@ -294,6 +327,8 @@ class Conditions:
                 told[0].probed,
                 median(one.meeting for one in told),
                 median(one.moving for one in told),
+                median(one.moving_part for one in told),
+                told[0].tries < TRIES,
             )
         if self.seen <= FIRST:
             return
@@ -331,27 +366,41 @@ class Conditions:
             self._used = now
             self.version += 1
 
-    def _learn_link(self, num_bytes: float, meeting: float, moving: float) -> None:
-        if not moving or not meeting:
+    def _learn_link(
+        self, num_bytes: float, meeting: float, moving: float, part: float, glance: bool
+    ) -> None:
+        """
+        Args:
+            num_bytes, meeting, moving, part: of a probe, and its seconds.
+            glance: it was not thorough.
+        """
+        if not moving or not meeting or not part:
             return
-        self._cost = (MEETINGS + 2) * meeting + SUMS * moving
         report = meeting
         self.report = min(report, self.report or report)
-        meeting, rate = link_of(self.size, meeting, num_bytes, moving)
-        wanted = num_bytes * LONG_ENOUGH / moving
-        self._size = int(max(LEAST_PROBE, min(self._most, wanted))) // 4096 * 4096
-        self._probes += 1
+        meeting, rate = link_of(self.size, meeting, num_bytes, moving, part)
+        if not glance:
+            wanted = num_bytes * LONG_ENOUGH / moving
+            self._size = int(max(LEAST_PROBE, min(self._most, wanted))) // 4096 * 4096
+            self._probes += 1
         before = plain_sum(self.network, self._dense).seconds if self.rate else 0.0
         now = plain_sum(network_of(self.size, meeting, rate), self._dense).seconds
         much = not before / CHANGED <= now <= before * CHANGED
+        much = much and abs(now - before) > NOTICEABLE * self.took
+        # Twice as slow; or twice faster, which no chance makes a link.
+        twice = self._doubted or self._suspect / CHANGED <= now <= self._suspect * CHANGED
+        twice = (twice or 0 < self._suspect < before > now) and not glance
+        self._doubted = self._doubted and glance
         if self._probes <= PROBES:
             self.meeting, self.rate = meeting, rate
             self.version += 1
-        elif not much or abs(now - before) <= NOTICEABLE * self.took:
+        elif glance and not much:
+            self._suspect = 0.0
+        elif not much:
             self.rate = self.rate**SMOOTH * rate ** (1 - SMOOTH)
             self.meeting = SMOOTH * self.meeting + (1 - SMOOTH) * meeting
             self._suspect = 0.0
-        elif not self._suspect / CHANGED <= now <= self._suspect * CHANGED:
+        elif not twice:
             self._suspect, self.asked = now, True  # once is chance
         else:
             self.meeting, self.rate, self._suspect = meeting, rate, 0.0
@@ -363,13 +412,13 @@ class Conditions:
         numbers: list[float] = [self.size, self.meeting, self.rate, self.compute, self.window]
         numbers += [self.waiting]
         numbers += [self.exchanges, self.codec, self._codec_known, self.took]
-        numbers += [self._probes, self._size, self._probed, self.report, self._cost, self.extra]
+        numbers += [self._probes, self._size, self._probed, self.report, self.extra]
         return [float(number) for number in numbers]
 
     def load(self, state: Sequence[float]) -> bool:
         """Go on from a state; False if it is that of another number of ranks, of which only the
         codecs count."""
-        self.codec, self._codec_known, self.extra = state[7], bool(state[8]), state[15]
+        self.codec, self._codec_known, self.extra = state[7], bool(state[8]), state[14]
         self.seen = 0  # a new process makes its connections and kernels anew
         self.version += 1
         if state[0] != self.size:
@@ -377,5 +426,5 @@ class Conditions:
         _, self.meeting, self.rate, self.compute, self.window, self.waiting = state[:6]
         self.exchanges, self.took = state[6], state[9]
         self._probes, self._size, self._probed = int(state[10]), int(state[11]), int(state[12])
-        self.report, self._cost = state[13:15]
+        self.report = state[13]
         return True

@@ -103,6 +103,11 @@ class Rung:
         """That of a tensor."""
         return self.second if tensor.name in self.names else self.compressor
 
+    @property
+    def joint(self) -> bool:
+        """Whether ranks find together what they send."""
+        return any(isinstance(each, JointCompressor) for each in (self.compressor, self.second))
+
     def num_bytes(self, context: PolicyContext) -> float:
         """About how many bytes leave a rank per step."""
         by_choice: dict[Choice, list[TensorInfo]] = {}
@@ -131,18 +136,22 @@ class Rung:
         return self.title + other
 
 
-# Whatever sends every element in every step suits Adam; few bits are enough for small matrices, of
-# which a low rank would be no smaller.
+# Whatever sends every element in every step suits Adam. Low ranks do so too, but cost accuracy in
+# long trainings; few bits are enough for small matrices, of which a low rank would be no smaller.
 _BITS = Quantize(4)
-STEADY_KINDS: tuple[Compressor, ...] = (Cast("bf16"), Quantize(8), _BITS, PowerSGD(4))
+_STEADY_KINDS: tuple[Compressor, ...] = (Cast("bf16"), Quantize(8), _BITS)
 _RANKS = (16, 8, 4)
 
 
-def steady_ladder(context: PolicyContext) -> tuple[Rung, ...]:
+def steady_kinds(low_rank: bool) -> tuple[Compressor, ...]:
+    """What `steady_ladder` is made of, each in its strongest form."""
+    return (*_STEADY_KINDS, PowerSGD(_RANKS[-1])) if low_rank else _STEADY_KINDS
+
+
+def steady_ladder(context: PolicyContext, low_rank: bool) -> tuple[Rung, ...]:
     """Strengths that send every element in every step, light to strong, always as many."""
-    bits = [kind for kind in STEADY_KINDS if not isinstance(kind, PowerSGD)]
-    low = [_low_rank(PowerSGD(rank), context) for rank in _RANKS]
-    return (Rung(None), *map(Rung, bits), *low)
+    low = [_low_rank(PowerSGD(rank), context) for rank in _RANKS] if low_rank else []
+    return (Rung(None), *map(Rung, _STEADY_KINDS), *low)
 
 
 def _low_rank(low: PowerSGD, context: PolicyContext) -> Rung:

@@ -452,7 +452,21 @@ def take(x: torch.Tensor, r: torch.Tensor | None, positions: torch.Tensor):
 
 def _between(positions, lo: int, hi: int, n: int):
     """Which of ascending positions below n lie in a range."""
-    return (0, positions.size) if hi - lo == n else np.searchsorted(positions, (lo, hi))
+    return (0, positions.size) if hi - lo == n else _places(positions, (lo, hi))
+
+
+def _places(positions, edges):
+    """Where edges lie among ascending positions; looked for in their own type, as NumPy would
+    otherwise widen all of them first."""
+    return np.searchsorted(positions, np.asarray(edges, positions.dtype)).tolist()
+
+
+def _cut(items, n: int, region: int):
+    """(positions, values, where each region begins among them) of each item, and how many regions
+    there are."""
+    edges = np.minimum(np.arange(0, n + region, region), n)
+    pairs = [(at.numpy(), v.numpy()) for at, v in items]
+    return [(at, v, _places(at, edges)) for at, v in pairs], len(edges) - 1
 
 
 @jit
@@ -514,8 +528,7 @@ def scatter_add_many(out, items, weight: float) -> None:
     """
     o = out.numpy()
     w = o.dtype.type(weight)
-    edges = np.arange(0, o.size + REGION, REGION)
-    cut = [(at.numpy(), v.numpy(), np.searchsorted(at.numpy(), edges).tolist()) for at, v in items]
+    cut, regions = _cut(items, o.size, REGION)
 
     def work(lo, hi):
         for region in range(lo, hi):
@@ -523,7 +536,7 @@ def scatter_add_many(out, items, weight: float) -> None:
                 a, b = ends[region], ends[region + 1]
                 _scatter(o, at[a:b], v[a:b], w)
 
-    threads.run(work, threads.ranges(len(edges) - 1, least=1))
+    threads.run(work, threads.ranges(regions, least=1))
 
 
 @jit
@@ -546,8 +559,7 @@ def scatter_mean(out, items) -> None:
     Region by region, so that the counts take no memory to speak of.
     """
     o = out.numpy()
-    edges = np.arange(0, o.size + COUNTED, COUNTED)
-    cut = [(at.numpy(), v.numpy(), np.searchsorted(at.numpy(), edges).tolist()) for at, v in items]
+    cut, regions = _cut(items, o.size, COUNTED)
 
     def work(lo, hi):
         room = np.empty(min(o.size, COUNTED), np.int32)
@@ -562,7 +574,7 @@ def scatter_mean(out, items) -> None:
                 a, b = ends[region], ends[region + 1]
                 _scatter_shares(here, counts, first, at[a:b], v[a:b])
 
-    threads.run(work, threads.ranges(len(edges) - 1, least=1))
+    threads.run(work, threads.ranges(regions, least=1))
 
 
 def scatter_mean_bytes(n: int) -> int:
