@@ -523,6 +523,9 @@ def test_low_ranks_are_not_advised_under_adam_but_mentioned() -> None:
     said = advice(found, "adam")
     assert said.startswith("Use quantize:4")
     assert f"powersgd:4 would take {show_seconds(found[-1].cost.seconds)}, but low ranks" in said
+    assert "cost them accuracy" in advice(found)
+    alone = advice(predict([read_method("powersgd:4")], setting(link=1e6)), "adam")
+    assert "no method for Adam gains 5 %. powersgd:4 would take" in alone
     quick = predict([read_method("powersgd:4")], setting(link=1e11))
     assert "low ranks" not in advice(quick, "adam")
 
@@ -546,9 +549,10 @@ def test_tables_fit_80_columns() -> None:
         assert max(map(len, text.splitlines())) <= 80
 
 
-def test_auto_is_not_planned() -> None:
+@pytest.mark.parametrize("name", ["auto", "auto:low_rank=true", "warmup:9,(auto:5)+ef14"])
+def test_auto_is_not_planned(name: str) -> None:
     with pytest.raises(ValueError, match=r"chooses as it trains.* such as quantize:4 or topk"):
-        read_method("auto")
+        read_method(name)
 
 
 # The command

@@ -383,6 +383,30 @@ def test_a_link_that_changes_is_followed(seed):
             assert set(again[80:]) == {"None"}
 
 
+@pytest.mark.parametrize("spec", ["auto", STRONG])
+def test_a_link_that_gets_faster_is_noticed_although_steps_do_not_show_it(spec):
+    """What is sent compressed takes no time to speak of on either."""
+    for seed in range(3):
+        link = SimulatedLink(spec, seed=seed, codec=0.1)
+        for _ in range(200):
+            link.go(2e7)
+        used = [link.go(1e10) for _ in range(300)]
+        assert "None" not in used[:2]
+        assert used[250:].count("None") > 40, "tried again, as the link has changed, and kept"
+
+
+def test_a_steady_link_keeps_the_rate_that_it_was_timed_at():
+    """Glances decide nothing, and hardly ever ask for a thorough probe."""
+    link = SimulatedLink("auto")
+    rates = set()
+    for step in range(1000):
+        link.go(1e8)
+        if step > 20:
+            rates.add(link.chooser.inner.inner.used._conditions.rate)
+    assert link.probes > 5
+    assert len(rates) <= 2, rates
+
+
 LADDER = ladder_of(tw.parse("topk:0.01|quantize:4"))
 
 

@@ -91,13 +91,13 @@ def read_method(text: str) -> PlannedMethod:
                 name, _some(main), False, recipe.every, recipe.fragments, recipe.overlap
             )
         return _of_gradients(name, recipe.policy, recipe.feedback)
-    if name == "auto":
-        raise ValueError(
-            "'auto' chooses as it trains: plan with what it chooses from instead, such as "
-            "quantize:4 or topk:0.01|quantize:4"
-        )
     chosen, _, remembered = name.partition("+")
     policy = policy_of(chosen)
+    if set(policy.under_adam) - set(policy.compressors):  # it goes by the optimizer: `auto`
+        raise ValueError(
+            f"{chosen!r} chooses as it trains: plan with what it chooses from instead, such as "
+            "quantize:4 or topk:0.01|quantize:4"
+        )
     return _of_gradients(name, policy, feedback_for(policy.main, remembered or "auto"))
 
 
@@ -285,13 +285,16 @@ def advice(
     if len(predictions) == 1:
         text = f"Plain {plain.method.name} waits {share}. Nothing was compared with it."
     elif best is plain:
-        text = f"Stay with plain {plain.method.name}: it waits {share}, and no method gains 5 %."
+        which = "method for Adam" if optimizer == "adam" else "method"
+        text = f"Stay with plain {plain.method.name}: it waits {share}, and no {which} gains 5 %."
     else:
         text = f"Use {best.method.name}: {_gain(best, plain)}; {_until(best)}."
     if optimizer is None and dense is not best:
         under = dense.method.name if dense is not plain else f"plain {plain.method.name}"
         gain = f" ({_gain(dense, plain)})" if dense is not plain else ""
-        unsuited = "they do not suit sparse or 1-bit gradients"
+        unsuited = "sparse and 1-bit gradients do not suit them"
+        if best.method.low_rank:
+            unsuited = "low ranks cost them accuracy in long trainings"
         text += f" With Adam and its like use {under}{gain}: {unsuited}."
     if optimizer == "adam":
         text += _low_rank_hint(predictions, best)

@@ -305,7 +305,8 @@ class Shared(Chooser):
         return any(chooser.due(step) for chooser in self._all)
 
     def probes(self, step: int) -> ProbeSize | None:
-        return max(filter(None, (each.probes(step) for each in self._all)), default=None)
+        found = [size for each in self._all if (size := each.probes(step)) is not None]
+        return ProbeSize(*map(max, *found)) if len(found) > 1 else next(iter(found), None)
 
     def doubts(self, measured: Measured) -> bool:
         return any(chooser.doubts(measured) for chooser in self._all)

@@ -41,13 +41,14 @@ PROBES = 2  # before anything is decided: the second one is as long as the first
 # From then on a glance now and then: one try of a sum so much shorter, which only tells whether a
 # thorough probe is worth its time.
 GLANCE, LEAST_GLANCE = 3, 1 << 14
+LEAST_TIMES = 0.01  # of what a sum should take: noise can make it look like nothing
 BETWEEN = 50  # steps from probe to probe, at least
 SELDOM = 32  # steps from report to report, at most
 CHANGED = 2.0  # times more or less: a link that has changed, or chance
 NOTICEABLE = 0.1  # of a step: less than that is no change
 SMOOTH = 0.5  # of what was known before
 HALVINGS = 12  # of the intervals in which a rate and the seconds of a meeting are looked for
-MOST_WAITS = 0.9  # of a sum's seconds, what may be other than its bytes
+MOST_WAITS = 0.97  # of a sum's seconds, what may be other than its bytes
 # Times as long as in the table, at most. Threads that wait for a core show in the seconds of any
 # codec: what is beyond this is taken to be the same for all of them, not in proportion.
 MOST_SLOWER = 2.0
@@ -76,6 +77,7 @@ def link_of(
     Ranks that share cores wait for these in a meeting, which then takes longer than a hop of a sum:
     so the short sum says what waiting takes, if that is less, and the long one the rate.
     """
+    part_seconds = min(part_seconds, seconds)
 
     def waiting(rate: float) -> float:
         """Seconds of a meeting with which the short sum takes as long as it did."""
@@ -213,6 +215,11 @@ def _seconds(part: SentPart) -> float:
     return part.coding.call + (part.coding.encode + part.coding.decode) * part.numel
 
 
+def _alike(a: float, b: float) -> bool:
+    """Whether two times are about the same, for a link."""
+    return b / CHANGED <= a <= b * CHANGED
+
+
 def _is_regular(step: int, every: int) -> bool:
     """Whether this is one of every so many steps. These are odd ones: in every 32nd uncompressed
     step ranks of DDP meet, and what that takes is not what the others do (decision 33)."""
@@ -242,7 +249,8 @@ class Conditions:
         self._most = max(LEAST_PROBE, min(MOST_PROBE, dense))
         self.seen = 0  # reports in this process
         self.asked = False  # for a probe
-        self._doubted = False  # steps tell of a change: one probe that does too is enough
+        self._doubted = False  # others tell of a change: one probe that does too is enough
+        self._second_glance = False  # the last one was odd
         self.link_version = self.version = 0
         self.meeting = self.rate = self.compute = self.window = self.waiting = 0.0
         self.report = 0.0
@@ -275,7 +283,8 @@ class Conditions:
 
     def due(self, step: int, every: int) -> bool:
         """Whether a report is worth its price now, where they come after so many steps."""
-        return self.seen <= 2 * FIRST + PROBES or not self.ready or _is_regular(step, every)
+        first = self.seen <= 2 * FIRST + PROBES or not self.ready
+        return first or step == self._probed + 1 or _is_regular(step, every)
 
     def every(self, share: float) -> int:
         """Steps from report to report: each is a meeting, and they may take a share of the time.
@@ -294,23 +303,24 @@ class Conditions:
             return None
         if self.asked or self._probes < PROBES:
             return ProbeSize(self._size, TRIES)
+        glance = ProbeSize(max(LEAST_GLANCE, self._size // GLANCE), 1)
+        if self._second_glance:
+            return glance
         if since >= BETWEEN and _is_regular(step, every):
-            glance = ProbeSize(max(LEAST_GLANCE, self._size // GLANCE), 1)
-            if self._seconds_of(glance) <= SHARE * since * self.took:
-                return glance
+            return glance if self._seconds_of(glance) <= SHARE * since * self.took else None
         return None
 
     def _seconds_of(self, size: ProbeSize) -> float:
         lengths = (size.num_bytes, size.num_bytes / SHORTER)
         sums = sum(plain_sum(self.network, length).seconds for length in lengths)
-        return (size.meetings + 2) * self.report + size.tries * sums
+        return (size.meetings + 2) * self.report + (size.tries + 0.5) * sums
 
     def note_probe(self, step: int) -> None:
         """One goes out after this step."""
         self._probed, self.asked = step, False
 
     def doubt(self) -> None:
-        """Steps say that the link is not what it was."""
+        """Steps, or two glances, say that the link is not what it was."""
         self.asked = self._doubted = True
 
     # What came.
@@ -376,37 +386,54 @@ class Conditions:
         """
         if not moving or not meeting or not part:
             return
+        if glance:
+            self._learn_glance(num_bytes, moving - part)
+            return
         report = meeting
         self.report = min(report, self.report or report)
         meeting, rate = link_of(self.size, meeting, num_bytes, moving, part)
-        if not glance:
-            wanted = num_bytes * LONG_ENOUGH / moving
-            self._size = int(max(LEAST_PROBE, min(self._most, wanted))) // 4096 * 4096
-            self._probes += 1
+        found = network_of(self.size, meeting, rate)
+        took = plain_sum(found, num_bytes)
+        wanted = num_bytes * LONG_ENOUGH / (took.seconds - took.waits)
+        self._size = int(max(LEAST_PROBE, min(self._most, wanted))) // 4096 * 4096
+        self._probes += 1
         before = plain_sum(self.network, self._dense).seconds if self.rate else 0.0
-        now = plain_sum(network_of(self.size, meeting, rate), self._dense).seconds
-        much = not before / CHANGED <= now <= before * CHANGED
-        much = much and abs(now - before) > NOTICEABLE * self.took
-        # Twice as slow; or twice faster, which no chance makes a link.
-        twice = self._doubted or self._suspect / CHANGED <= now <= self._suspect * CHANGED
-        twice = (twice or 0 < self._suspect < before > now) and not glance
-        self._doubted = self._doubted and glance
+        now = plain_sum(found, self._dense).seconds
+        confirmed, self._doubted = self._doubted or _alike(now, self._suspect), False
         if self._probes <= PROBES:
             self.meeting, self.rate = meeting, rate
             self.version += 1
-        elif glance and not much:
-            self._suspect = 0.0
-        elif not much:
+        elif not self._is_much(now, before):
             self.rate = self.rate**SMOOTH * rate ** (1 - SMOOTH)
             self.meeting = SMOOTH * self.meeting + (1 - SMOOTH) * meeting
             self._suspect = 0.0
-        elif not twice:
+        elif not confirmed:
             self._suspect, self.asked = now, True  # once is chance
         else:
             self.meeting, self.rate, self._suspect = meeting, rate, 0.0
             self.report = report
             self.link_version += 1
             self.version += 1
+
+    def _learn_glance(self, num_bytes: float, longer: float) -> None:
+        """A sum took so many seconds more than one of a part: decides what to look at next.
+
+        That is the rate alone. What ranks wait shows in exchanges, however short.
+        """
+        if not self.rate:
+            return  # somebody else's
+        lengths = (num_bytes, num_bytes / SHORTER)
+        whole, part = (plain_sum(self.network, length).seconds for length in lengths)
+        times = max(longer / (whole - part), LEAST_TIMES)
+        before = plain_sum(self.network, self._dense).seconds
+        odd = self._is_much(times * before, before)
+        if odd and self._second_glance:
+            self.doubt()
+        self._second_glance = odd and not self._second_glance
+
+    def _is_much(self, now: float, before: float) -> bool:
+        """Whether an uncompressed sum of all takes much more or less than before."""
+        return not _alike(now, before) and abs(now - before) > NOTICEABLE * self.took
 
     def state(self) -> list[float]:
         numbers: list[float] = [self.size, self.meeting, self.rate, self.compute, self.window]
