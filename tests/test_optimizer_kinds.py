@@ -336,7 +336,7 @@ def test_sparse_gradients_under_adam_are_warned_of_once():
     for found in (first, second):
         for case in ("topk", "by its state", "ef21", "signum", "adam of some", "given"):
             (said,) = found.pop(case)
-            assert 'tw.LocalSteps(model, optimizer, "adam-update"), "quantize:4"' in said, case
+            assert 'tw.LocalSteps(model, optimizer, "adam-update") or "quantize:4"' in said, case
             assert "docs/guides/which-method.md" in said
         assert "The optimizer is AdamW, which divides by a running" in found["topk explained"]
         assert "The optimizer is SGD.\n" in found["sgd explained"]

@@ -34,6 +34,9 @@ UNSEEN_PLAIN = 2
 KEPT = 5  # steps of which the median counts
 ENOUGH = 2  # steps that must have been looked at
 PATIENCE = 3  # reports in a row that must want the same
+# Steps that uncompressed ones are given to settle where forecasts see nothing faster: the first of
+# a process take up to twice as long as later ones, and what is tried against those seems to pay.
+CALM = 16
 LOOK = 32  # steps until the best that is known may be left, and what others took is doubted
 RARELY = 512  # the same, where the best is not clear
 # What is believed of a strength that was not used, as a share below its forecast; of one that was
@@ -223,6 +226,7 @@ class _Following(Chooser):
         new = self._anew or not self._times[self._rung]
         judging = new and step - self._since <= TRIAL + self._unseen
         judging = judging or self._from >= 0 or any(self._odd) or step == self._asked
+        judging = judging or (step >= self._since + CALM and self._is_calm(step - 1))
         return judging or self._conditions.due(step, self._every) or self.probes(step) is not None
 
     @property
@@ -366,7 +370,16 @@ class _Following(Chooser):
         after = min(RARELY, LOOK << max(0, self._looks[rung] - 1))
         return rung != self._rung and step - self._known[rung] > after
 
+    def _is_calm(self, step: int) -> bool:
+        """Whether to look at some more uncompressed steps, as forecasts see nothing faster."""
+        if self._rung or not self._anew or step >= self._since + CALM + KEPT - 1:
+            return False
+        others = [self._forecasts[i] for i in self._usable[1:]] if self._forecasts else []
+        return bool(others) and self._forecasts[0] <= (1 + STAY) * min(others)
+
     def _decide(self, step: int) -> None:
+        if self._is_calm(step):
+            return
         now, back = self._rung, self._from
         dear = back >= 0 and self._times[now] > DEAR * self._times[back]
         stay = step - self._since + 1
