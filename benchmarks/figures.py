@@ -599,9 +599,8 @@ class Block(NamedTuple):
 BLOCKS: dict[str, Block] = {
     "collectives": Block(collectives, "python benchmarks/collectives.py"),
     "compare-images": Block(comparison, "python benchmarks/compare.py"),
-    "compare-text": Block(comparison, "python benchmarks/compare.py --workload text"),
-    "compare-text-10mbit": Block(comparison, "thinwire compare --workload text"),
-    "compare-text-100mbit": Block(comparison, "thinwire compare --workload text"),
+    "compare-text-10mbit": Block(comparison, "python benchmarks/compare.py --workload text"),
+    "compare-text-100mbit": Block(comparison, "python benchmarks/compare.py --workload text"),
     "convergence-images": Block(convergence, "python benchmarks/convergence.py"),
     "convergence-text": Block(convergence, "python benchmarks/convergence.py --workload text"),
     "costs": Block(costs, "python benchmarks/costs.py"),

@@ -39,6 +39,7 @@ class SimulatedLink:
         codec: seconds of a compressed step.
         noise: each time is up to so much longer.
         meets: seconds more on the network, in uncompressed steps in which ranks of DDP meet.
+        slow_start: steps of which each computes twice as long.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class SimulatedLink:
         codec: float = 0.004,
         noise: float = 0.2,
         meets: float = 0.0,
+        slow_start: int = 0,
     ) -> None:
         self.where = where or context()
         own = [self.where, *(self.where._replace(journal=Journal()) for _ in range(3))]
         self.choosers = [policy_of(spec).begin(each) for each in own]
         self.kinds, self.compute, self.codec, self.noise = kinds, compute, codec, noise
-        self.meets = meets
+        self.meets, self.slow_start = meets, slow_start
         self._uncompressed, self._waits = 0, False  # passes in a row; whether residuals wait
         self.draw = random.Random(seed)
         self.step, self.seconds, self.overhead = 0, 0.0, 0.0
@@ -122,7 +124,8 @@ class SimulatedLink:
             network += meets + (slow if rank else 0.0)
             codec = self._noisy(self.codec if compressed else 0.0005)
             waiting = max(0.0, network + codec - self.compute / 2)
-            took = self._noisy(self.compute) + waiting
+            computing = self.compute * (2 if step <= self.slow_start else 1)
+            took = self._noisy(computing) + waiting
             measured = Measured(
                 took, self.compute / 2, waiting, network, codec, self.num_bytes(choices), 2.0
             )

@@ -395,6 +395,16 @@ def test_a_link_that_gets_faster_is_noticed_although_steps_do_not_show_it(spec):
         assert used[250:].count("None") > 40, "tried again, as the link has changed, and kept"
 
 
+@pytest.mark.parametrize("kind", [OTHER, ADAM_LIKE])
+def test_slow_first_steps_are_no_reason_to_compress_where_that_cannot_pay(kind):
+    link = SimulatedLink("auto", kinds=(kind,), slow_start=12)
+    used = [link.go(1e10) for _ in range(60)]
+    assert set(used[:20]) == {"None"}
+    assert changes(used) <= 2, "one try, as forecasts may be wrong"
+    slow = SimulatedLink("auto", kinds=(kind,), slow_start=12)
+    assert "None" not in [slow.go(2e7) for _ in range(12)][6:], "and none to wait where it does"
+
+
 def test_a_steady_link_keeps_the_rate_that_it_was_timed_at():
     """Glances decide nothing, and hardly ever ask for a thorough probe."""
     link = SimulatedLink("auto")
