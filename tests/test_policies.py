@@ -398,7 +398,7 @@ def test_a_link_that_gets_faster_is_noticed_although_steps_do_not_show_it(spec):
 @pytest.mark.parametrize("kind", [OTHER, ADAM_LIKE])
 def test_slow_first_steps_are_no_reason_to_compress_where_that_cannot_pay(kind):
     link = SimulatedLink("auto", kinds=(kind,), slow_start=12)
-    used = [link.go(1e10) for _ in range(60)]
+    used = [link.go(1e10, start=3e-4) for _ in range(60)]
     assert set(used[:20]) == {"None"}
     assert changes(used) <= 2, "one try, as forecasts may be wrong"
     slow = SimulatedLink("auto", kinds=(kind,), slow_start=12)
