@@ -218,11 +218,15 @@ def front(records: dict[str, Record], page: Path) -> list[str]:
     )
     lines = [*table(columns, rows), "", text]
     if "compare-text-10mbit" in records:
-        lines += ["", adam_sentence(records["compare-text-10mbit"], page)]
+        lines += ["", adam_sentence(records["compare-text-10mbit"], records["local"], page)]
     return lines
 
 
-def adam_sentence(record: Record, page: Path) -> str:
+def adam_sentence(record: Record, longer: Record, page: Path) -> str:
+    """
+    Args:
+        longer: the study of longer trainings.
+    """
     document, settings = record.data, record.data["settings"]
     reached = {
         m["name"]: m
@@ -243,10 +247,13 @@ def adam_sentence(record: Record, page: Path) -> str:
         text += f", {title_of(other, '')} {gain} times"
     seeds = len(settings["seeds"])
     link = os.path.relpath(record.path, page.parent)
-    return (
-        f"{text} ({settings['steps']} steps, {seeds} seed{'s' * (seeds > 1)}, [record]({link})). "
-        "Over more steps the distance to DDP grows."
-    )
+    text += f" ({settings['steps']} steps, {seeds} seed{'s' * (seeds > 1)}, [record]({link}))."
+    rows = {row["method"]: statistics.fmean(row["nll"]) for row in longer.measured["trained"]}
+    if best["name"] in rows:
+        above = 100 * (rows[best["name"]] / next(iter(rows.values())) - 1)
+        other = os.path.relpath(longer.path, page.parent)
+        text += f" Over 600 steps it ended {above:.0f} % above DDP's loss ([record]({other}))."
+    return text
 
 
 # The other studies
