@@ -222,6 +222,8 @@ def _run(text, where, parts):
     program = compile(text, where, "exec")
     if "dcp." in text or "nodes=8" in text:  # test_ddp_checkpoints.py, test_hierarchical.py
         return
+    if "init_process_group(" in text and "import torch.distributed" in text:
+        _leave()  # it means torch's own, and not `_already_there`
     if "import thinwire" in text:  # in place of the one that does this with every attach
         fresh(parts["model"])
     with warnings.catch_warnings():
