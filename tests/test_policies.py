@@ -383,6 +383,17 @@ def test_a_link_that_changes_is_followed(seed):
             assert set(again[80:]) == {"None"}
 
 
+def test_a_link_that_got_much_slower_is_not_timed_with_as_many_bytes_as_before():
+    """2 MB would take ten seconds."""
+    link = SimulatedLink(STRONG)
+    for _ in range(60):
+        link.go(1e9)
+    before = link.overhead
+    used = [link.go(1e7) for _ in range(20)]
+    assert "None" not in used[10:]
+    assert link.overhead - before < 2 * link.seconds_with([None], 1e7)
+
+
 @pytest.mark.parametrize("spec", ["auto", STRONG])
 def test_a_link_that_gets_faster_is_noticed_although_steps_do_not_show_it(spec):
     """What is sent compressed takes no time to speak of on either."""

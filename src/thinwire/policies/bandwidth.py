@@ -295,7 +295,7 @@ class _Following(Chooser):
             return True  # once is chance, and so are two that differ
         self._forget()  # what others took says nothing of this link
         self._odd, self._network = (0.0, 0.0), network
-        self._conditions.doubt()
+        self._conditions.doubt(network / before if before else 1.0)
         self._wait, self._wanted = 0, PATIENCE  # what is known to be better need not wait
         return False
 

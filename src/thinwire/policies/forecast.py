@@ -319,9 +319,14 @@ class Conditions:
         """One goes out after this step."""
         self._probed, self.asked = step, False
 
-    def doubt(self) -> None:
-        """Steps, or two glances, say that the link is not what it was."""
+    def doubt(self, slower: float = 1.0) -> None:
+        """Steps, or two glances, say that the link is not what it was.
+
+        Args:
+            slower: times that exchanges take longer than before: a probe of the old length would.
+        """
         self.asked = self._doubted = True
+        self._size = max(LEAST_PROBE, int(self._size / max(1.0, slower)) // 4096 * 4096)
 
     # What came.
 
