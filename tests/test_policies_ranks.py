@@ -70,6 +70,9 @@ def on_timed_link(spec: str) -> tuple[Any, ...]:
     model, wire = wired(spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     train(model, range(9), optimizer)
+    stats = wire.stats()
+    of_tensors = sum(each["bytes_sent"] for each in stats["tensors"].values())
+    assert stats["total"]["bytes_sent"] > of_tensors + (1 << 16), "probes are sent, too"
     probe = LinkProbe(ProbeSize(1 << 16, 3), torch.device("cpu"), wire._reducer.options)
     probe.start()
     return wire.state_dict()["policy"], wire.explain(), probe.meeting, probe.moving

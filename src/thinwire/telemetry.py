@@ -155,13 +155,17 @@ class Ledger:
                 self._book(*entry)
         self._open = running
 
-    def _book(self, handle: Ended, units: list[Parts]) -> None:
-        account = handle.account
-        self.exchanges += 1
+    def add_bytes(self, account: Any) -> None:
+        """Those of an exchange that has ended, whatever it was about."""
         self.bytes_sent += account.bytes_sent
         self.bytes_received += account.bytes_received
         self.network_bytes += account.network_bytes
         self.between_bytes += account.between_bytes
+
+    def _book(self, handle: Ended, units: list[Parts]) -> None:
+        account = handle.account
+        self.exchanges += 1
+        self.add_bytes(account)
         for kind, seconds in account.seconds.items():
             self.add_seconds(kind, seconds)
         dense = [sum(num_bytes for _, _, num_bytes in sizes) for _, sizes in units]

@@ -25,6 +25,7 @@ from thinwire.policies.base import (
 )
 from thinwire.policies.layerwise import Layerwise, Rule
 from thinwire.reducer.unit import Unit
+from thinwire.telemetry import Ledger
 
 
 class Choices:
@@ -170,6 +171,7 @@ class PolicyRunner(Choices):
         step: that comes first.
         device: where the group's tensors are.
         options: the group and the time limit.
+        ledger: where bytes of reports and probes are counted.
     """
 
     fixed = False
@@ -183,8 +185,9 @@ class PolicyRunner(Choices):
         step: int,
         device: torch.device,
         options: Options,
+        ledger: Ledger,
     ) -> None:
-        self.chooser, self._journal = chooser, journal
+        self.chooser, self._journal, self._ledger = chooser, journal, ledger
         self._device, self._options = device, options
         self._step = step - 1  # that has begun last
         self._reports: tuple[int, GatherNumbers] | None = None  # after the last step, under way
@@ -210,6 +213,7 @@ class PolicyRunner(Choices):
         if self._reports is not None:
             (step, reports), self._reports = self._reports, None
             self._wait(reports.handle)
+            self._ledger.add_bytes(reports.handle.account)
             self.chooser.learn(step, reports.rows)
 
     def _wait(self, handle: Handle) -> None:
@@ -239,6 +243,7 @@ class PolicyRunner(Choices):
             probe, self._probe = self._probe, None
             if probe is not None:
                 self._wait(probe.handle)
+                self._ledger.add_bytes(probe.handle.account)
                 measured = measured._replace(
                     probed=float(probe.probe_size.num_bytes),
                     meeting=probe.meeting,
@@ -320,6 +325,7 @@ def choices_of(
     step: int,
     device: torch.device,
     options: Options,
+    ledger: Ledger,
 ) -> Choices:
     """The choices of a policy for some tensors.
 
@@ -327,10 +333,11 @@ def choices_of(
         size: ranks of the group.
         feedback: whether what is left out is remembered.
         step: that comes first.
+        ledger: where bytes of what a policy exchanges are counted.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     chooser = policy.begin(PolicyContext(tensors, size, feedback, journal, options))
     if chooser.fixed:
         chosen = {tensor.name: chooser.choose(tensor, step) for tensor in tensors}
         return Choices(policy, by_name, chosen, chooser.explain())
-    return PolicyRunner(policy, by_name, chooser, journal, step, device, options)
+    return PolicyRunner(policy, by_name, chooser, journal, step, device, options, ledger)

@@ -197,6 +197,7 @@ class Wire:
             step=self.step + 1,
             device=next(iter(like.values())).device,
             options=reducer.options,
+            ledger=reducer.ledger,
         )
         self._compile_for(policy, like.values())
         self._choices.hand_over(choices, self.step)
