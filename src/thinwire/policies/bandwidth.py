@@ -42,8 +42,9 @@ RARELY = 512  # the same, where the best is not clear
 # What is believed of a strength that was not used, as a share below its forecast; of one that was
 # measured long ago, and once; and of uncompressed steps on a changed link. Where another compressed
 # one has been measured and was as forecast, a try must promise more than the noise instead.
-# Where none of its kind has been (joint compressors are one, all others another), forecasts of the
-# other kind say little: it was a third off in both directions.
+# Where none of its kind has been (joint compressors are one, all others another), what was measured
+# of the other kind says little: text at 100 Mbit/s on a busy machine took 1.5 times its forecast in
+# 4 bits, and 0.9 times with powersgd:4.
 DOUBT, NOISE, STRANGE = 0.1, 0.05, 0.3
 TRUSTED = 1.25  # times more or less than forecast: further off, and others are worth a try too
 STAY = 0.03  # what another strength must be better by

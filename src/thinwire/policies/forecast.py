@@ -312,8 +312,9 @@ class Conditions:
 
     def _seconds_of(self, size: ProbeSize) -> float:
         lengths = (size.num_bytes, size.num_bytes / SHORTER)
-        sums = sum(plain_sum(self.network, length).seconds for length in lengths)
-        return (size.meetings + 2) * self.report + (size.tries + 0.5) * sums
+        long, short = (plain_sum(self.network, length).seconds for length in lengths)
+        # One meeting and one short sum are not timed, and the exchange itself meets.
+        return (size.meetings + 2) * self.report + size.tries * (long + short) + short
 
     def note_probe(self, step: int) -> None:
         """One goes out after this step."""
