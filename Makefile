@@ -85,10 +85,9 @@ bench-network: setup  ## Measure the collectives on a slow network of this machi
 	$(VENV)/bin/python benchmarks/hierarchical.py
 	$(VENV)/bin/python benchmarks/wan.py
 
-bench-training: setup  ## Train with and without compression; measure the DDP hook (about an hour)
+bench-training: setup  ## What thinwire's hook costs a step of DDP; which of PyTorch's own hooks work (ten minutes)
 	$(VENV)/bin/python benchmarks/ddp.py
-	$(VENV)/bin/python benchmarks/convergence.py --workload images
-	$(VENV)/bin/python benchmarks/convergence.py --workload text --seeds 1
+	$(VENV)/bin/python benchmarks/torch_hooks.py
 
 bench-methods: setup  ## Accuracy against bytes for all methods, and what their steps cost (about two hours)
 	$(VENV)/bin/python benchmarks/methods.py --workload images

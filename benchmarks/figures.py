@@ -259,15 +259,6 @@ def adam_sentence(record: Record, longer: Record, page: Path) -> str:
 # The other studies
 
 
-def convergence(record: Record) -> list[str]:
-    metrics: dict[str, list[float]] = {}
-    for row in record.measured:
-        metrics.setdefault(row["name"], []).append(row["metric"])
-    form = ".1f" if record.data["settings"]["workload"] == "images" else ".3f"
-    unit = "test accuracy, %" if form == ".1f" else "test nll, nats per character"
-    return table(("gradients", unit), ([f"`{k}`", spread(v, form)] for k, v in metrics.items()))
-
-
 def methods(record: Record) -> list[str]:
     # Earlier records had four ranks, and nothing else that differed.
     usual = {"ranks": 4, "steps": None, "granularity": "bucket"}
@@ -608,8 +599,6 @@ BLOCKS: dict[str, Block] = {
     "compare-images": Block(comparison, "python benchmarks/compare.py"),
     "compare-text-10mbit": Block(comparison, "python benchmarks/compare.py --workload text"),
     "compare-text-100mbit": Block(comparison, "python benchmarks/compare.py --workload text"),
-    "convergence-images": Block(convergence, "python benchmarks/convergence.py"),
-    "convergence-text": Block(convergence, "python benchmarks/convergence.py --workload text"),
     "costs": Block(costs, "python benchmarks/costs.py"),
     "ddp": Block(hook, "python benchmarks/ddp.py"),
     "federated": Block(federated, "python benchmarks/federated.py"),
@@ -628,7 +617,7 @@ BLOCKS: dict[str, Block] = {
     "policies-accuracy": Block(accuracy_policy, "python benchmarks/policies.py accuracy"),
     "policies-link": Block(link_policy, "python benchmarks/policies.py link"),
     "targets": Block(compressors, "python benchmarks/targets.py"),
-    "torch-hooks": Block(torch_hooks, "python benchmarks/convergence.py --only nothing-of-ours"),
+    "torch-hooks": Block(torch_hooks, "python benchmarks/torch_hooks.py"),
     "wan": Block(wan, "python benchmarks/wan.py"),
 }
 

@@ -9,8 +9,8 @@
 Every method trains the same model from the same seeds, with all ranks in one process
 (`one_process.py`): figures of accuracy and bytes, not of speed. Groups differ in the optimizer
 where a method asks for it: DGC is compared under momentum SGD, signs under a small learning rate,
-each with plain DDP beside it. With --progress a run that was interrupted goes on where it was, on
-the same commit.
+each with plain DDP beside it. Four compressors run without error feedback too, as the control. With
+--progress a run that was interrupted goes on where it was, on the same commit.
 
 With --cost: the time of a step in a lab instead, of ARC-Top-K against Top-K with gather, and of
 PowerSGD against PyTorch's hook. All candidates take turns; figures are medians of the slowest rank,
@@ -63,8 +63,15 @@ def sparse(ratio: str, feedback: str, *rows: str) -> list[str]:
     return [f"{compressor}+{feedback}" for compressor in (*compressors, f"topk:{ratio}")]
 
 
+COMPRESSORS = ("topk:0.01", "quantize:4", "onebit", "randomk:0.1")
+CONTROLLED = (  # each with error feedback, and as the control without
+    *(f"{compressor}+{feedback}" for compressor in COMPRESSORS for feedback in ("ef14", "none")),
+    *("topk:0.01+ef21", "topk:0.01|quantize:4+ef14", "quantize:4+ef14:storage=int8,reset=1024"),
+)
+
 PARTS: dict[str, dict[str, list[Way]]] = {
     "images": {
+        "feedback": ways("images", "ddp", *CONTROLLED),
         "arc": ways(
             "images",
             "ddp",
@@ -90,13 +97,14 @@ PARTS: dict[str, dict[str, list[Way]]] = {
         "others": [
             *ways(
                 "images",
-                *("powersgd:2", "topk:0.01", "topk:0.001", "1bit-sgd", "ef-signsgd"),
-                *("quantize:4", "qsgd:4bit", "terngrad", "natural"),
+                *("powersgd:2", "topk:0.001", "1bit-sgd", "ef-signsgd"),
+                *("qsgd:4bit", "terngrad", "natural"),
             ),
             *ways(SIGNS, "ddp", "signsgd", "signum"),
         ],
     },
     "text": {
+        "feedback": ways("text", "ddp", *CONTROLLED),
         "arc": ways("text", "ddp", *sparse("0.05", "ef14", OWN), "powersgd:4"),
         "grid": ways(
             "text",
@@ -105,9 +113,7 @@ PARTS: dict[str, dict[str, list[Way]]] = {
             f"warmup:{{part}},(arc:0.05,{OWN})+ef14",
             "warmup:{part},(powersgd:4)+ef14",
         ),
-        "others": ways(
-            "text", "powersgd:2", "1bit-sgd", "quantize:4", "qsgd:4bit", "terngrad", "natural"
-        ),
+        "others": ways("text", "powersgd:2", "1bit-sgd", "qsgd:4bit", "terngrad", "natural"),
     },
 }
 STEPS = {"images": 300, "text": 120}
@@ -178,6 +184,15 @@ def targets_of(rows: list[dict[str, Any]]) -> list[Target]:
         if what is not None and best is not None:
             short = 100 * (best - mean(row)) / best
             targets.append(Target.at_most(f"{what}: % below dense", short, 1.0))
+    for compressor in COMPRESSORS:
+        fed = known.get(("images", f"{compressor}+ef14"))
+        control = known.get(("images", f"{compressor}+none"))
+        if fed is not None and control is not None:
+            lost = known["images", "ddp"] - fed
+            targets.append(Target.at_most(f"{compressor}+ef14: points below dense", lost, 1.0))
+            gain = fed - control
+            what = f"{compressor}: points that feedback wins"
+            targets.append(Target(what, gain, ">= 1", gain >= 1))
     for feedback in ("ef21m:0.1", "ef14"):
         ours = known.get(("images", f"arc:0.05,{SHORT}+{feedback}"))
         blind = known.get(("images", f"randomk:0.05,shared=true+{feedback}"))
@@ -233,7 +248,8 @@ def drawn(row: dict[str, Any], first: dict[str, Any]) -> bool:
     alike = all(row[key] == first[key] for key in ("ranks", "steps", "granularity"))
     rows = re.search(r"row=\d+", row["method"])
     short = rows is None or rows[0] in (each.partition(",")[0] for each in (OWN, SHORT))
-    return alike and short and "ef21m" not in row["method"] and "warmup:" not in row["method"]
+    apart = ("ef21", "+none", "storage=", "warmup:")
+    return alike and short and not any(each in row["method"] for each in apart)
 
 
 def draw(panels: Sequence[list[dict[str, Any]]], path: Path) -> None:
