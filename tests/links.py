@@ -106,7 +106,12 @@ class SimulatedLink:
         ]
         self.sent = choices = all_choices[0]
         assert all(each == choices for each in all_choices), "ranks differ in what they choose"
-        if self._doubts and not any(choices):  # as in direct passes of DDP
+        passes = self._uncompressed
+        listens = {chooser.listens_every for chooser in self.choosers}
+        assert len(listens) == 1, "ranks differ in when they listen"
+        heard = not any(choices) and passes % listens.pop() == 0  # as in direct passes of DDP
+        if heard and self._doubts:
+            self._doubts = False
             for chooser in self.choosers:
                 chooser.ask(step)
         dues = {(chooser.due(step), chooser.probes(step)) for chooser in self.choosers}
@@ -115,7 +120,7 @@ class SimulatedLink:
         assert due or not probe
         compressed = any(choice is not None for choice in choices)
         plain = not (compressed or self._waits)
-        direct = plain and self._uncompressed >= SETTLED and step % COMPARED
+        direct = plain and passes >= SETTLED and passes % COMPARED
         meets = 0.0 if compressed or direct else self.meets
         self._uncompressed, self._waits = self._uncompressed + 1 if plain else 0, compressed
         told, longest = [], 0.0
@@ -142,7 +147,7 @@ class SimulatedLink:
             longest = max(longest, took)
         self.seconds += longest
         pairs = zip(self.choosers, told, strict=True)
-        self._doubts = any(chooser.doubts(measured) for chooser, measured in pairs)
+        self._doubts |= any(chooser.doubts(measured) for chooser, measured in pairs)
         if due:
             rows = []
             for i, (chooser, measured) in enumerate(zip(self.choosers, told, strict=True)):
@@ -150,6 +155,7 @@ class SimulatedLink:
                 rows.append(chooser.report(measured))
             for chooser in self.choosers:
                 chooser.learn(step, rows)
+            self._doubts = False
             self.reports += 1
             self.probes += bool(probe)
             self.overhead += start

@@ -42,6 +42,7 @@ def listen(listener: Callable[[float, str, bool], None]) -> None:
 
 Size = tuple[str, int, int]  # name, elements, bytes
 Parts = tuple[Any, list[Size]]  # a compressor, and the tensors that are compressed together with it
+SOME = 32  # exchanges that are booked together: alone each would find the caches cold
 
 
 class Ended(Protocol):
@@ -67,6 +68,18 @@ class Parcel:
 
     names: tuple[str, ...]
     pieces: list[Any]
+
+
+def parts_of(units: Sequence[Named], compressors: Sequence[Any]) -> list[Parts]:
+    """The sizes of the tensors of each unit, beside its compressor."""
+    sizes = [
+        [
+            (name, piece.numel(), piece.nbytes)
+            for name, piece in zip(unit.names, unit.pieces, strict=True)
+        ]
+        for unit in units
+    ]
+    return list(zip(compressors, sizes, strict=True))
 
 
 @dataclass
@@ -115,15 +128,14 @@ class Ledger:
 
     def note(self, handle: Ended, units: Sequence[Named], compressors: Sequence[Any]) -> None:
         """An exchange of units has begun, each with its compressor."""
-        sizes = [
-            [
-                (name, piece.numel(), piece.nbytes)
-                for name, piece in zip(unit.names, unit.pieces, strict=True)
-            ]
-            for unit in units
-        ]
-        self._open.append((handle, list(zip(compressors, sizes, strict=True))))
+        self._open.append((handle, parts_of(units, compressors)))
         self.fold()
+
+    def note_again(self, handle: Ended, parts: list[Parts]) -> None:
+        """An exchange like many before it has begun: it is booked when there are some of them."""
+        self._open.append((handle, parts))
+        if len(self._open) >= SOME:
+            self.fold()
 
     def add_seconds(self, kind: str, seconds: float) -> None:
         """Time that went into something."""
@@ -164,7 +176,7 @@ class Ledger:
 
     def _book(self, handle: Ended, units: list[Parts]) -> None:
         account = handle.account
-        self.exchanges += 1
+        self.exchanges += account.exchanges
         self.add_bytes(account)
         for kind, seconds in account.seconds.items():
             self.add_seconds(kind, seconds)

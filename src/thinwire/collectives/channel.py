@@ -26,7 +26,7 @@ import torch.distributed as dist
 from thinwire import torch_internals
 from thinwire.collectives.connect import LOOK, GivenUpError, Members, Pulse, join_all
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.link import Link, Transfer
+from thinwire.collectives.link import Link
 from thinwire.collectives.options import Options
 from thinwire.collectives.watch import reap
 from thinwire.errors import PeerError, ThinwireError
@@ -54,6 +54,12 @@ class Runnable(Protocol):
     def may_run_beside(self, other: Any) -> bool: ...
 
 
+class Direct(Protocol):
+    """What a thread posts and waits for by itself; see `thinwire.collectives.direct`."""
+
+    def leave(self) -> None: ...
+
+
 class Channel:
     """The thread and the link of one group; `submit` is all that others call."""
 
@@ -79,7 +85,7 @@ class Channel:
         self._caller: threading.Thread | None = None  # inside a call that waits
         # What each thread has started and not waited for.
         self._background: dict[threading.Thread, list[weakref.ref[Handle]]] = {}
-        self._direct: set[Transfer] = set()  # of threads that post and wait by themselves
+        self._direct: set[Direct] = set()  # of threads that post and wait by themselves
         self.thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
         )
@@ -184,15 +190,15 @@ class Channel:
         """The connections, once there has been an exchange."""
         return self._link
 
-    def begin_direct(self, transfer: Transfer) -> None:
-        """A transfer of the caller's own is under way on these connections."""
+    def begin_direct(self, direct: Direct) -> None:
+        """Something of the caller's own is under way on these connections."""
         with self._lock:
-            self._direct.add(transfer)
+            self._direct.add(direct)
 
-    def end_direct(self, transfer: Transfer) -> None:
+    def end_direct(self, direct: Direct) -> None:
         """It has ended, well or not."""
         with self._lock:
-            self._direct.discard(transfer)
+            self._direct.discard(direct)
 
     def note_lost(self, why: str) -> None:
         """The connections were lost elsewhere."""
@@ -237,8 +243,8 @@ class Channel:
         self._finisher.shutdown()
         with self._lock:
             left, self._direct = self._direct, set()
-        for transfer in left:
-            transfer.leave()  # nobody may wait for it any more, and its group would
+        for direct in left:
+            direct.leave()  # nobody may wait for it any more, and its group would
         if self._link is not None:
             self._link.close(farewell=True)
         self._linger()

@@ -20,6 +20,7 @@ class Account:
         bytes_sent, bytes_received: by this rank, without any headers.
         network_bytes: bytes_sent with what gloo adds to each message: what TCP carries. The counter
             of an Ethernet interface shows 66 bytes more for each packet of at most 1448.
+        exchanges: how many it stands for.
         between_bytes: those of bytes_sent that went to another node, meetings apart; counted by
             the hierarchical collective, the only one that knows of nodes.
         tensor_bytes: what this rank has made of each tensor, as frames or as values to be summed;
@@ -36,6 +37,7 @@ class Account:
     bytes_sent: int = 0
     bytes_received: int = 0
     network_bytes: int = 0
+    exchanges: int = 1
     between_bytes: int = 0
     tensor_bytes: list[int] = field(default_factory=list)
     finite: bool = True

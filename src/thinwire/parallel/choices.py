@@ -12,6 +12,7 @@ from thinwire.collectives.probe import LinkProbe
 from thinwire.compressors import Compressor
 from thinwire.feedback.base import Update
 from thinwire.policies.base import (
+    LISTENS_EVERY,
     Choice,
     Chooser,
     Decision,
@@ -43,6 +44,11 @@ class Choices:
 
     fixed = True
     doubts = False  # this rank would rather hear from the others soon
+
+    @property
+    def listens_every(self) -> int:
+        """See `Chooser`."""
+        return LISTENS_EVERY
 
     def __init__(
         self,
@@ -214,6 +220,7 @@ class PolicyRunner(Choices):
             (step, reports), self._reports = self._reports, None
             self._wait(reports.handle)
             self._ledger.add_bytes(reports.handle.account)
+            self.doubts = False  # all have been heard
             self.chooser.learn(step, reports.rows)
 
     def _wait(self, handle: Handle) -> None:
@@ -232,13 +239,17 @@ class PolicyRunner(Choices):
         if len(state) == len(to.state()):
             to.load(state, step)
 
+    @property
+    def listens_every(self) -> int:
+        return self.chooser.listens_every
+
     def due(self, step: int) -> bool:
         return self.chooser.due(step)
 
     def end(self, step: int, measured: Measured, asked: bool = False) -> None:
         if asked:
             self.chooser.ask(step)
-        self.doubts = self.chooser.doubts(measured)
+        self.doubts = self.doubts or self.chooser.doubts(measured)
         if self.due(step):
             probe, self._probe = self._probe, None
             if probe is not None:

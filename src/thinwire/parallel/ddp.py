@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.channel import process_group
-from thinwire.collectives.direct import Agreement, DirectSums
-from thinwire.collectives.handle import Handle
+from thinwire.collectives.direct import DirectPass, DirectSums
 from thinwire.compressors import Compressor, NoCompression
 from thinwire.compressors.base import FLOATS
 from thinwire.errors import MismatchError, PeerError
@@ -44,14 +43,14 @@ from thinwire.parallel.wire import Layout, Wire
 from thinwire.policies.base import Measured
 from thinwire.reducer.unit import Unit
 from thinwire.reducer.units import UNCOMPRESSED
-from thinwire.telemetry import Named, Parcel, span
+from thinwire.telemetry import Parcel, Parts, parts_of, span
 from thinwire.torch_internals import queue_callback, register_hook, reset_ddp
 
 log = logging.getLogger("thinwire")
 ATTRIBUTE = "_thinwire_hook"  # of a DDP module that has one
 REPLAYS = 2  # DDP has formed its final buckets after so many backward passes
 SETTLED = 2  # passes without compression in which ranks have met, before one in which they do not
-COMPARED = 32  # steps after which they meet again
+COMPARED = 32  # passes after which they meet again
 
 GradBucket = Any  # torch.distributed.GradBucket has no types
 Future = torch.futures.Future[Tensor]
@@ -118,6 +117,7 @@ class DDPHook:
         self._sparse: set[str] = set()
         self._ended = time.perf_counter()  # the last backward pass
         self._sums: DirectSums | None = None
+        self._parts: tuple[Layout, list[Parts]] = ([], [])  # of the tensors in these buckets
         self._uncompressed = 0  # passes in a row, as far as they went well
         self._registered: RegisteredHook | None = None
         self._watch: OptimizerWatch | None = None
@@ -174,6 +174,32 @@ class DDPHook:
 
     def __call__(self, bucket: GradBucket) -> Future:
         """Called by DDP with each bucket; the future holds the averages."""
+        # Ctrl-C too is raised when DDP has ended its pass: in the middle of one DDP cannot go on.
+        try:
+            if bucket.index() == 0:
+                self._begin()
+        except BaseException as error:
+            self._fail(error, bucket)
+        direct = self._pass.direct is not None
+        future = self._sum_directly(bucket) if direct else self._exchange(bucket)
+        if bucket.is_last() and not queue_callback(self._finish):
+            # Not in a backward pass: a rank that has joined the others early.
+            self._finish()
+        return future
+
+    def _sum_directly(self, bucket: GradBucket) -> Future:
+        """The future is complete at once: `_finish` waits for the sum before DDP looks at it."""
+        buffer = bucket.buffer()
+        try:
+            if not self._pass.errors:
+                self._pass.send_directly(buffer)
+        except BaseException as error:
+            self._fail(error, bucket)
+        future: Future = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+    def _exchange(self, bucket: GradBucket) -> Future:
         buffer = bucket.buffer()
         future: Future = (
             torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda
@@ -181,28 +207,15 @@ class DDPHook:
         )  # fmt: skip
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         dense = buffer.to_dense() if buffer.is_sparse else None
-        # Ctrl-C too is raised when DDP has ended its pass: in the middle of one DDP cannot go on.
-        try:
-            if bucket.index() == 0:
-                self._begin()
-        except BaseException as error:
-            self._fail(error, bucket)
         self._pass.expect(_Bucket(future, buffer, dense, set(names)))
         try:
-            if self._pass.errors:
-                pass
-            elif self._pass.direct is not None:
-                self._pass.send_directly(names, bucket.gradients(), buffer)
-            else:
+            if not self._pass.errors:
                 gradients = bucket.gradients() if dense is None else [dense]
                 self._receive(dict(zip(names, gradients, strict=True)), bucket, dense is not None)
         except BaseException as error:
             self._fail(error, bucket)
         if self._pass.errors:
             self._pass.give_up()
-        if bucket.is_last() and not queue_callback(self._finish):
-            # Not in a backward pass: a rank that has joined the others early.
-            self._finish()
         return future
 
     def _fail(self, error: BaseException, bucket: GradBucket) -> None:
@@ -224,24 +237,30 @@ class DDPHook:
 
     def _begin(self) -> None:
         self._end_interrupted_pass()
-        self._pass = self._new_pass()
+        if self._pass.begin:
+            self._pass = self._new_pass()
+        here, choices = self._pass, self.wire._choices
+        here.begin = time.perf_counter()
         if self._watch is not None and self._watch.done:
             self._stop_watching()
         self.wire._begin_step()
-        step = self._pass.step = self.wire.step
-        self._pass.plain = self._is_plain(step)
-        if not self._pass.plain:
+        step = here.step = self.wire.step
+        here.plain = self._is_plain(step)
+        passes = self._uncompressed
+        # Not by the step: ranks that differ in it must find each other.
+        if not here.plain:
             self._uncompressed = 0
-        elif self._uncompressed >= SETTLED and step % COMPARED and self._direct_sums.possible:
-            self._pass.direct = self._direct_sums
-        self._pass.decided = True
-        if self._pass.direct is not None:
-            self._pass.agree(self.wire._choices.doubts)
-        self._planner.begin()
-        if self._check_every and self.wire.step % self._check_every == 0:
+        elif passes >= SETTLED and passes % COMPARED and self._direct_sums.possible:
+            here.go_directly(self._direct_sums)
+        here.decided = True
+        if here.direct is None:
+            self._planner.begin()
+        elif passes % choices.listens_every == 0:
+            here.direct.compare(step, choices.doubts)
+        if self._check_every and step % self._check_every == 0:
             counts = queue_callback(lambda: None)  # else this rank has joined and is behind
             check = ReplicaCheck(self._parameters, self._reducer.options, counts)
-            self._pass.follow(check.start(async_op=True), set())
+            here.follow(check.start(async_op=True), set())
 
     @property
     def _direct_sums(self) -> DirectSums:
@@ -340,7 +359,8 @@ class DDPHook:
         end = time.perf_counter()
         ledger = self._reducer.ledger
         ledger.add_seconds("waiting", end - begin)
-        ledger.fold()
+        if self._pass.direct is None:
+            ledger.fold()
         ledger.end_step()
         done, self._pass = self._pass, self._new_pass()
         before, self._ended = self._ended, end
@@ -386,6 +406,10 @@ class DDPHook:
 
     def _commit(self, done: "BackwardPass") -> None:
         """The whole step went well."""
+        if done.direct is not None:
+            self._reducer.ledger.note_again(done.direct, self._parts_of_layout())
+            self.wire._end_step()
+            return
         done.commit()
         if self._replayed:
             self._replays += 1
@@ -394,6 +418,16 @@ class DDPHook:
         else:
             self._layout = done.layout
         self.wire._end_step()
+
+    def _parts_of_layout(self) -> list[Parts]:
+        """What a direct pass adds up: the same buckets as the pass before it."""
+        layout, parts = self._parts
+        if layout is not self._layout:
+            names = tuple(name for bucket in self._layout for name in bucket)
+            parcel = Parcel(names, [self._parameters[name] for name in names])
+            parts = parts_of([parcel], [UNCOMPRESSED])
+            self._parts = (self._layout, parts)
+        return parts
 
 
 def _waits_for_ranks(ddp: DistributedDataParallel) -> bool:
@@ -418,23 +452,12 @@ class _Bucket:
     names: set[str]
 
 
-@dataclass
-class DirectExchange:
-    """A direct sum, as one of the exchanges of a pass."""
-
-    handle: Handle
-    units: Sequence[Named]
-
-    def commit(self) -> None:
-        """There is nothing to remember of it."""
-
-
 class BackwardPass(ExchangeStep):
     """What has arrived, what was sent, what went wrong in one backward pass."""
 
     def __init__(self, wire: Wire, skips_unused: bool) -> None:
         super().__init__(wire, skips_unused)
-        self.begin = time.perf_counter()
+        self.begin = 0.0  # when the first bucket came
         self.arrived: dict[str, Tensor] = {}
         self.pieces: dict[str, Piece] = {}
         self.layout: Layout = []
@@ -443,8 +466,7 @@ class BackwardPass(ExchangeStep):
         self.plain = False  # nothing of it is compressed
         self.decided = False  # whether ranks meet in it
         self.lost = False  # this rank has closed the connections
-        self.direct: DirectSums | None = None  # if ranks do not meet in it either
-        self._agreement: Agreement | None = None
+        self.direct: DirectPass | None = None  # if ranks do not meet in it either
         self._buckets: list[_Bucket] = []
         self._lock = threading.Lock()
 
@@ -456,32 +478,28 @@ class BackwardPass(ExchangeStep):
         if self.interrupted:
             raise InterruptedError("KeyboardInterrupt")  # the gradients are the user's again
 
-    def commit(self) -> None:
-        if self.direct is None:  # else nothing was left out
-            super().commit()
-
-    def agree(self, doubts: bool) -> None:
-        """Begin to compare the step of a pass in which ranks do not meet."""
-        assert self.direct is not None
-        self._agreement = self.direct.agree(self.step, doubts)
-        self.follow(self._agreement.handle, set())
+    def go_directly(self, sums: DirectSums) -> None:
+        """Ranks do not meet in this pass."""
+        self.direct = sums.begin()
+        self.handles.append(self.direct)
 
     @property
     def asked(self) -> bool:
         """Whether some rank wants to hear from all, as far as they have told each other."""
-        return self._agreement is not None and self._agreement.doubts
+        return self.direct is not None and self.direct.doubts
 
-    def send_directly(
-        self, names: Sequence[str], gradients: Sequence[Tensor], buffer: Tensor
-    ) -> None:
+    def send_directly(self, buffer: Tensor) -> None:
         """Begin to average a bucket in place."""
         assert self.direct is not None
-        self.layout.append(list(names))
-        handle = self.direct.average(buffer)
-        parcel = Parcel(tuple(names), list(gradients))
-        self.exchanges.append(DirectExchange(handle, [parcel]))
-        self._wire._reducer.ledger.note(handle, [parcel], [UNCOMPRESSED])
-        self.follow(handle, set(names))
+        self.direct.average(buffer)
+
+    def totals(self) -> tuple[float, float, float, float]:
+        if self.direct is None:
+            return super().totals()
+        account = self.direct.account
+        seconds = account.seconds
+        sums = float(account.exchanges)
+        return seconds["network"], seconds["encode"], float(account.network_bytes), sums
 
     def expect(self, bucket: _Bucket) -> None:
         with self._lock:

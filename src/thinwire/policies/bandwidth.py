@@ -12,6 +12,7 @@ from thinwire.collectives.probe import ProbeSize
 from thinwire.compressors import Compressor, Quantize, TopK
 from thinwire.formatting import show_rate
 from thinwire.policies.base import (
+    LISTENS_EVERY,
     Around,
     Choice,
     Chooser,
@@ -57,6 +58,7 @@ DEAR = 1.5  # times as long as before: a try that need not go on
 # Of the time that passes, what reports may take, as long as a meeting is. In uncompressed steps of
 # DDP ranks ask for one when they need it, and would otherwise wake no threads.
 REPORTS, REPORTS_PLAIN = 0.004, 0.001
+LISTENING = 0.01  # the same, what listening to the others' doubts may take
 SURPRISE = 2.0  # times more or less on the network than before, twice: the link has changed
 MISJUDGED = 1.2  # times as long as was expected: perhaps the link is not what it was
 NEARLY = 1.2  # times the least that is as good when nothing fits: the lightest of them
@@ -238,6 +240,10 @@ class _Following(Chooser):
     def probes(self, step: int) -> ProbeSize | None:
         return self._conditions.probes(step, self._every)
 
+    @property
+    def listens_every(self) -> int:
+        return min(LISTENS_EVERY, self._conditions.every(LISTENING))
+
     def doubts(self, measured: Measured) -> bool:
         return 0 < SURPRISE * self._times[self._rung] < measured.step
 
@@ -272,7 +278,7 @@ class _Following(Chooser):
         if not network:
             return  # a group of one
         took = median(one.step for one in told)
-        if self._surprised(network, took):
+        if self._surprised(step, network, took):
             return
         if self._conditions.ready:
             self._forecast_anew()
@@ -283,7 +289,7 @@ class _Following(Chooser):
     def hold(self, held: bool) -> None:
         self._held = held
 
-    def _surprised(self, network: float, took: float) -> bool:
+    def _surprised(self, step: int, network: float, took: float) -> bool:
         """Whether this step is to be left out: the link has perhaps changed."""
         before, first = self._network, self._odd
         odd = bool(before) and _differ(network, before, NOTICEABLE * took)
@@ -292,8 +298,10 @@ class _Following(Chooser):
         if not odd:
             self._network = 0.5 * (before + network) if before else network
             return False
-        if any(_differ(a, b, NOTICEABLE * took) for a, b in zip(self._odd, first, strict=True)):
-            return True  # once is chance, and so are two that differ
+        pairs = zip(self._odd, first, strict=True)
+        once = any(_differ(a, b, NOTICEABLE * took) for a, b in pairs)
+        if once and step != self._asked:
+            return True  # that is chance, and so are two that differ; who asked has seen one before
         self._forget()  # what others took says nothing of this link
         self._odd, self._network = (0.0, 0.0), network
         self._conditions.doubt(network / before if before else 1.0)
@@ -591,6 +599,10 @@ class _Ladders(Chooser):
 
     def probes(self, step: int) -> ProbeSize | None:
         return self.used.probes(step)
+
+    @property
+    def listens_every(self) -> int:
+        return self.used.listens_every
 
     def doubts(self, measured: Measured) -> bool:
         return self._own > self.kind or self.used.doubts(measured)

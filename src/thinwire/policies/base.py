@@ -30,6 +30,7 @@ from thinwire.spec import Kind, name_of, spec_of
 log = logging.getLogger("thinwire")
 Choice = Compressor | None  # None: uncompressed
 KEPT = 1000  # decisions
+LISTENS_EVERY = 8  # passes: a comparison costs a step of 50 ms a hundredth
 
 
 class TensorInfo(NamedTuple):
@@ -182,9 +183,15 @@ class Chooser(ABC):
         of it is measured with the next step."""
         return None
 
+    @property
+    def listens_every(self) -> int:
+        """After so many uncompressed passes of DDP ranks tell each other of doubts, and compare
+        their steps."""
+        return LISTENS_EVERY
+
     def doubts(self, measured: Measured) -> bool:
-        """Whether this rank would rather hear from the others at once, after a step like this. They
-        may, or may not, be asked in the next one."""
+        """Whether this rank would rather hear from the others soon, after a step like this. They
+        may, or may not, be asked."""
         return False
 
     def ask(self, step: int) -> None:
@@ -244,6 +251,10 @@ class Around(Chooser):
 
     def probes(self, step: int) -> ProbeSize | None:
         return self.inner.probes(step)
+
+    @property
+    def listens_every(self) -> int:
+        return self.inner.listens_every
 
     def doubts(self, measured: Measured) -> bool:
         return self.inner.doubts(measured)
@@ -307,6 +318,10 @@ class Shared(Chooser):
     def probes(self, step: int) -> ProbeSize | None:
         found = [size for each in self._all if (size := each.probes(step)) is not None]
         return ProbeSize(*map(max, *found)) if len(found) > 1 else next(iter(found), None)
+
+    @property
+    def listens_every(self) -> int:
+        return min(chooser.listens_every for chooser in self._all)
 
     def doubts(self, measured: Measured) -> bool:
         return any(chooser.doubts(measured) for chooser in self._all)

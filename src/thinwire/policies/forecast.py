@@ -38,6 +38,8 @@ FIRST_PROBE, LEAST_PROBE, MOST_PROBE = 1 << 18, 1 << 16, 1 << 22  # bytes
 LONG_ENOUGH = 0.06  # seconds of a probe's sum: bursts and waiting for cores hardly show in it
 TRIES = 3
 PROBES = 2  # before anything is decided: the second one is as long as the first one says
+# Times more bytes that a probe should have had: the link became so fast that this one says little.
+TOO_SHORT = 2.0
 # From then on a glance now and then: one try of a sum so much shorter, which only tells whether a
 # thorough probe is worth its time.
 GLANCE, LEAST_GLANCE = 3, 1 << 14
@@ -420,6 +422,8 @@ class Conditions:
             self.report = report
             self.link_version += 1
             self.version += 1
+            if self._size > TOO_SHORT * num_bytes:
+                self._probes = PROBES - 1  # as at first: nothing is decided before a longer one
 
     def _learn_glance(self, num_bytes: float, longer: float) -> None:
         """A sum took so many seconds more than one of a part: decides what to look at next.
