@@ -61,6 +61,7 @@ class SimulatedLink:
         self.kinds, self.compute, self.codec, self.noise = kinds, compute, codec, noise
         self.meets, self.slow_start = meets, slow_start
         self._uncompressed, self._waits = 0, False  # passes in a row; whether residuals wait
+        self._met, self.met = 0, False  # passes before ranks met; whether they did in this one
         self.draw = random.Random(seed)
         self.step, self.seconds, self.overhead = 0, 0.0, 0.0
         self.reports = self.probes = 0
@@ -120,8 +121,9 @@ class SimulatedLink:
         assert due or not probe
         compressed = any(choice is not None for choice in choices)
         plain = not (compressed or self._waits)
-        direct = plain and passes >= SETTLED and passes % COMPARED
-        meets = 0.0 if compressed or direct else self.meets
+        self.met = plain and (passes < SETTLED or (passes - self._met >= COMPARED and not due))
+        self._met = passes if self.met else self._met
+        meets = self.meets if self.met or (self._waits and not compressed) else 0.0
         self._uncompressed, self._waits = self._uncompressed + 1 if plain else 0, compressed
         told, longest = [], 0.0
         for rank in range(4):

@@ -119,6 +119,7 @@ class DDPHook:
         self._sums: DirectSums | None = None
         self._parts: tuple[Layout, list[Parts]] = ([], [])  # of the tensors in these buckets
         self._uncompressed = 0  # passes in a row, as far as they went well
+        self._met = 0  # of these, before the last one in which ranks met
         self._registered: RegisteredHook | None = None
         self._watch: OptimizerWatch | None = None
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -247,10 +248,14 @@ class DDPHook:
         step = here.step = self.wire.step
         here.plain = self._is_plain(step)
         passes = self._uncompressed
-        # Not by the step: ranks that differ in it must find each other.
+        # Not by the step: ranks that differ in it must find each other. And not where policies ask
+        # what a step takes: most take less.
+        meets = passes < SETTLED or (passes - self._met >= COMPARED and not choices.due(step))
         if not here.plain:
             self._uncompressed = 0
-        elif passes >= SETTLED and passes % COMPARED and self._direct_sums.possible:
+        elif meets or not self._direct_sums.possible:
+            self._met = passes
+        else:
             here.go_directly(self._direct_sums)
         here.decided = True
         if here.direct is None:

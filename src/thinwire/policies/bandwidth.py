@@ -57,8 +57,8 @@ CLEAR = 1.25  # times as long as another strength takes: reason enough to leave 
 DEAR = 1.5  # times as long as before: a try that need not go on
 # Of the time that passes, what reports may take, as long as a meeting is. In uncompressed steps of
 # DDP ranks ask for one when they need it, and would otherwise wake no threads.
-REPORTS, REPORTS_PLAIN = 0.004, 0.001
-LISTENING = 0.01  # the same, what listening to the others' doubts may take
+REPORTS, REPORTS_PLAIN = 0.004, 0.0004
+LISTENING = 0.006  # the same, what listening to the others' doubts may take
 SURPRISE = 2.0  # times more or less on the network than before, twice: the link has changed
 MISJUDGED = 1.2  # times as long as was expected: perhaps the link is not what it was
 NEARLY = 1.2  # times the least that is as good when nothing fits: the lightest of them

@@ -43,6 +43,7 @@ TOO_SHORT = 2.0
 # From then on a glance now and then: one try of a sum so much shorter, which only tells whether a
 # thorough probe is worth its time.
 GLANCE, LEAST_GLANCE = 3, 1 << 14
+UNCERTAIN = 0.2  # of the longer sum of a glance: a difference of less is noise
 LEAST_TIMES = 0.01  # of what a sum should take: noise can make it look like nothing
 BETWEEN = 50  # steps from probe to probe, at least
 SELDOM = 32  # steps from report to report, at most
@@ -222,12 +223,6 @@ def _alike(a: float, b: float) -> bool:
     return b / CHANGED <= a <= b * CHANGED
 
 
-def _is_regular(step: int, every: int) -> bool:
-    """Whether this is one of every so many steps. These are odd ones: in every 32nd uncompressed
-    step ranks of DDP meet, and what that takes is not what the others do (decision 33)."""
-    return (step + 1) % every == 0
-
-
 class Conditions:
     """What all ranks have heard of the link and of computing; the same numbers on all of them.
 
@@ -286,17 +281,13 @@ class Conditions:
     def due(self, step: int, every: int) -> bool:
         """Whether a report is worth its price now, where they come after so many steps."""
         first = self.seen <= 2 * FIRST + PROBES or not self.ready
-        return first or step == self._probed + 1 or _is_regular(step, every)
+        return first or step == self._probed + 1 or step % every == 0
 
     def every(self, share: float) -> int:
-        """Steps from report to report: each is a meeting, and they may take a share of the time.
-
-        One or an even number (see `_is_regular`).
-        """
+        """Steps from report to report: each is a meeting, and they may take a share of the time."""
         if not self.took:
             return 1
-        wanted = max(1, math.ceil(self.report / (share * self.took)))
-        return min(SELDOM, wanted + wanted % 2) if wanted > 1 else 1
+        return min(SELDOM, max(1, math.ceil(self.report / (share * self.took))))
 
     def probes(self, step: int, every: int) -> ProbeSize | None:
         """How to time the link now, where reports come after so many steps."""
@@ -308,7 +299,7 @@ class Conditions:
         glance = ProbeSize(max(LEAST_GLANCE, self._size // GLANCE), 1)
         if self._second_glance:
             return glance
-        if since >= BETWEEN and _is_regular(step, every):
+        if since >= BETWEEN and step % every == 0:
             return glance if self._seconds_of(glance) <= SHARE * since * self.took else None
         return None
 
@@ -436,7 +427,8 @@ class Conditions:
         whole, part = (plain_sum(self.network, length).seconds for length in lengths)
         times = max(longer / (whole - part), LEAST_TIMES)
         before = plain_sum(self.network, self._dense).seconds
-        odd = self._is_much(times * before, before)
+        odd = abs(longer - (whole - part)) > UNCERTAIN * whole
+        odd = odd and self._is_much(times * before, before)
         if odd and self._second_glance:
             self.doubt()
         self._second_glance = odd and not self._second_glance
