@@ -191,6 +191,7 @@ class _Following(Chooser):
         self._wanted = 0  # reports in a row that wanted another one
         self._wait = LOOK
         self._odd = (0.0, 0.0)  # network and step of the report before, if it was a surprise
+        self._forgotten = False  # what was measured before the link changed, when that was noticed
         self._asked = 0  # the last step after which a rank wanted to hear the others
         self._network = 0.0  # seconds on it with this rung
         self._recent = [0.0] * KEPT  # seconds of the last steps with this rung, 0 for none
@@ -305,6 +306,7 @@ class _Following(Chooser):
         self._forget()  # what others took says nothing of this link
         self._odd, self._network = (0.0, 0.0), network
         self._conditions.doubt(network / before if before else 1.0)
+        self._forgotten = True
         self._wait, self._wanted = 0, PATIENCE  # what is known to be better need not wait
         return False
 
@@ -326,7 +328,9 @@ class _Following(Chooser):
         self._forecasts = self._all_forecasts()
         if self._link_version != conditions.link_version:
             self._link_version = conditions.link_version
-            self._forget()
+            if not self._forgotten:
+                self._forget()
+            self._forgotten = False
 
     def _forget(self) -> None:
         n = len(self._rungs)

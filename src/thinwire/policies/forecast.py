@@ -319,6 +319,8 @@ class Conditions:
         Args:
             slower: times that exchanges take longer than before: a probe of the old length would.
         """
+        if self._doubted:
+            return  # told by somebody else
         self.asked = self._doubted = True
         self._size = max(LEAST_PROBE, int(self._size / max(1.0, slower)) // 4096 * 4096)
 
