@@ -330,7 +330,7 @@ class _Following(Chooser):
             self._link_version = conditions.link_version
             if not self._forgotten:
                 self._forget()
-            self._forgotten = False
+            self._forgotten, self._anew = False, True
 
     def _forget(self) -> None:
         n = len(self._rungs)

@@ -246,7 +246,7 @@ class Conditions:
         self._most = max(LEAST_PROBE, min(MOST_PROBE, dense))
         self.seen = 0  # reports in this process
         self.asked = False  # for a probe
-        self._doubted = False  # others tell of a change: one probe that does too is enough
+        self.doubted = False  # others tell of a change: one probe that does too is enough
         self._second_glance = False  # the last one was odd
         self.link_version = self.version = 0
         self.meeting = self.rate = self.compute = self.window = self.waiting = 0.0
@@ -319,9 +319,9 @@ class Conditions:
         Args:
             slower: times that exchanges take longer than before: a probe of the old length would.
         """
-        if self._doubted:
+        if self.doubted:
             return  # told by somebody else
-        self.asked = self._doubted = True
+        self.asked = self.doubted = True
         self._size = max(LEAST_PROBE, int(self._size / max(1.0, slower)) // 4096 * 4096)
 
     # What came.
@@ -400,7 +400,7 @@ class Conditions:
         self._probes += 1
         before = plain_sum(self.network, self._dense).seconds if self.rate else 0.0
         now = plain_sum(found, self._dense).seconds
-        confirmed, self._doubted = self._doubted or _alike(now, self._suspect), False
+        confirmed, self.doubted = self.doubted or _alike(now, self._suspect), False
         if self._probes <= PROBES:
             self.meeting, self.rate = meeting, rate
             self.version += 1
