@@ -36,6 +36,7 @@ from thinwire.lab import Lab
 
 MOMENTUM = "images:learning_rate=0.05,momentum=0.9"
 SIGNS = "images:learning_rate=0.002"
+SMALL = "images:learning_rate=0.1"  # a third of the usual: EF21 applies old gradients
 OWN, SHORT = "row=0,width=4", "row=128,width=2"  # as in the paper, or our default
 FEW = f"arc:0.02,{SHORT}+ef14"
 # DGC as published: warm-up over a fifth of the steps, clipping.
@@ -82,6 +83,7 @@ PARTS: dict[str, dict[str, list[Way]]] = {
             *ways(MOMENTUM, "ddp", "powersgd:4", *DGC),
             *ways(MOMENTUM, DGC[0], granularity="tensor"),
         ],
+        "small steps": ways(SMALL, "ddp", "topk:0.01+ef21"),
         "low rank": ways("images", "powersgd:4"),
         "grid": ways(
             "images",
