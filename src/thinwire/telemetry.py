@@ -123,6 +123,7 @@ class Ledger:
     between_bytes: int = 0
     exchanges: int = 0
     steps: int = 0  # that have ended
+    steps_of_ddp: int = 0  # of these, carried out by DDP itself
     first_seconds: dict[str, float] = field(default_factory=dict)  # all until the end of the first
     _open: list[tuple[Ended, list[Parts]]] = field(default_factory=list)
 

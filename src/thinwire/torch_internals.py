@@ -205,6 +205,57 @@ def register_hook(ddp: Any, state: object, hook: Callable[..., Any]) -> None:
     ddp._comm_hooks.pop()
 
 
+class Reducer(NamedTuple):
+    """What DDP forms its buckets with, and what logs for it."""
+
+    reducer: Any
+    logger: Any
+
+
+def reducer_of(ddp: Any) -> Reducer:
+    """The one that a DDP model uses."""
+    return Reducer(ddp.reducer, ddp.logger)
+
+
+def use_reducer(ddp: Any, which: Reducer) -> None:
+    """Have a DDP model use this one from its next forward pass on.
+
+    Another one of the same model may stay: the hooks that it has on the gradients do nothing in a
+    pass that it was not told of in the forward pass.
+    """
+    ddp.reducer, ddp.logger = which
+
+
+def reducer_without_hook(ddp: Any) -> Reducer:
+    """A second one for a DDP model, made as DDP makes its first: DDP cannot take back a hook."""
+    first = reducer_of(ddp)
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    try:
+        ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+        return reducer_of(ddp)
+    finally:
+        use_reducer(ddp, first)
+
+
+def may_have_two_reducers(ddp: Any) -> bool:
+    """Whether nothing of a DDP model is tied to its first one: views of its buckets as gradients,
+    what it learns of the graph in the first pass, hooks that name it."""
+    parameters = list(ddp.module.parameters())
+    return (
+        not (ddp.find_unused_parameters or ddp.static_graph or ddp.gradient_as_bucket_view)
+        and getattr(ddp, "mixed_precision", None) is None
+        and not getattr(ddp, "_delay_all_reduce_params", None)
+        and not any(hasattr(each, "_in_backward_optimizers") for each in parameters)
+        and all(hasattr(ddp, each) for each in ("_ddp_init_helper", "_build_params_for_reducer"))
+    )
+
+
+def is_joining(ddp: Any) -> bool:
+    """Whether a DDP model is inside of its `join`."""
+    return bool(ddp._join_config.enable)
+
+
 def reset_ddp(ddp: Any) -> None:
     """Let a DDP model forget a backward pass that did not end.
 

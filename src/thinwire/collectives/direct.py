@@ -7,6 +7,7 @@ time limits are noticed as in an exchange; a tensor whose sum was lost is undefi
 """
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from thinwire.collectives.channel import channel_of, process_group
 from thinwire.collectives.connect import GivenUpError
 from thinwire.collectives.handle import Handle
-from thinwire.collectives.link import Link, Transfer
+from thinwire.collectives.link import MESSAGE, Link, Transfer, ring_sum
 from thinwire.collectives.options import Options
 from thinwire.errors import MismatchError, PeerError
 
@@ -46,6 +47,21 @@ class DirectSums:
     def begin(self) -> "DirectPass":
         """For the sums of one pass."""
         return DirectPass(self)
+
+    def elsewhere(self, lengths: Iterable[int]) -> Handle:
+        """Sums of so many bytes each that somebody else has carried out, on other connections of
+        the same ranks: what they came to, as far as that is known."""
+        handle, size = Handle(None, "sums of DDP's own"), self.channel.members.size
+        account = handle.account
+        account.collective, account.exchanges = "summable", 0
+        for length in lengths:
+            moved, messages = ring_sum(length, size)
+            account.bytes_sent += moved
+            account.bytes_received += moved
+            account.network_bytes += moved + MESSAGE * messages
+            account.exchanges += 1
+        handle._end()
+        return handle
 
     def lane(self) -> Link:
         """The connections that carry them."""

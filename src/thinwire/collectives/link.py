@@ -190,9 +190,8 @@ class Link:
 
     def start_all_reduce(self, tensor: Tensor, op: Any, limit: timedelta) -> "Transfer":
         """The backend's own reduction in place, without waiting."""
-        size = self.members.size
-        moved = 2 * (size - 1) * tensor.nbytes // size
-        self._count(moved, moved, 4 * (size - 1))
+        moved, messages = ring_sum(tensor.nbytes, self.members.size)
+        self._count(moved, moved, messages)
         group = self._open_group()
         posted = Posted(group, torch_internals.all_reduce(group, tensor, op, limit))
         return Transfer(self, limit, [tensor], (posted,))
@@ -268,9 +267,8 @@ class Link:
 
     def all_reduce(self, tensor: Tensor, op: Any, limit: timedelta) -> None:
         """The backend's own reduction, in place."""
-        size = self.members.size
-        moved = 2 * (size - 1) * tensor.nbytes // size
-        self._count(moved, moved, 4 * (size - 1))
+        moved, messages = ring_sum(tensor.nbytes, self.members.size)
+        self._count(moved, moved, messages)
         group = self._open_group()
         self._finish(limit, Posted(group, torch_internals.all_reduce(group, tensor, op, limit)))
 
@@ -491,6 +489,11 @@ class Transfer:
     def _taken(self) -> tuple[Posted, ...]:
         posted, self._posted = self._posted, ()
         return posted
+
+
+def ring_sum(num_bytes: int, size: int) -> tuple[int, int]:
+    """Bytes that each of so many members sends in the backend's all-reduce, and the messages."""
+    return 2 * (size - 1) * num_bytes // size, 4 * (size - 1)
 
 
 def _is_loss(error: RuntimeError) -> bool:

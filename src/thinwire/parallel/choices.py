@@ -67,6 +67,17 @@ class Choices:
     def begin(self, step: int) -> None:
         """A step begins."""
 
+    def idle(self, step: int) -> bool:
+        """Whether the next step may be left to DDP itself; then `skip` takes the place of
+        `begin`."""
+        return False
+
+    def skip(self, step: int) -> None:
+        """A step is left to DDP itself."""
+
+    def ask_next(self, step: int) -> None:
+        """Some rank had doubts in a step that was left to DDP: the one after it should not be."""
+
     def is_known(self, error: BaseException) -> bool:
         """Whether an error that came out of this was told to all ranks."""
         return False
@@ -206,6 +217,16 @@ class PolicyRunner(Choices):
         self._learn()
         self._step = step
         self._choices = self._chosen(step)
+
+    def idle(self, step: int) -> bool:
+        # What ranks have told each other may change the choice.
+        return self._reports is None and self.chooser.idle(step)
+
+    def skip(self, step: int) -> None:
+        self._step = step
+
+    def ask_next(self, step: int) -> None:
+        self.chooser.ask(step + 1)
 
     def _chosen(self, step: int) -> dict[str, Choice]:
         return {name: self.chooser.choose(tensor, step) for name, tensor in self.tensors.items()}

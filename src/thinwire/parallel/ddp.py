@@ -9,7 +9,8 @@ The last two run as callbacks of the autograd engine, queued with the last bucke
 DDP finishes its buckets, the second after it.
 
 Where nothing of a pass is compressed and ranks have agreed in that before, buckets are averaged
-directly, as DDP itself would (docs/decisions/0033).
+directly, as DDP itself would (docs/decisions/0033). Where a policy has no use for a pass either,
+DDP itself carries it out (docs/decisions/0034).
 """
 
 import functools
@@ -29,12 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.channel import process_group
 from thinwire.collectives.direct import DirectPass, DirectSums
+from thinwire.collectives.handle import Handle
 from thinwire.compressors import Compressor, NoCompression
 from thinwire.compressors.base import FLOATS
 from thinwire.errors import MismatchError, PeerError
 from thinwire.feedback import EF14, NoFeedback
 from thinwire.feedback.base import Update
 from thinwire.kernels import Key
+from thinwire.parallel.hookless import HooklessPasses
 from thinwire.parallel.optimizer_watch import OptimizerWatch
 from thinwire.parallel.plan import Piece, PlannedExchange, Planner
 from thinwire.parallel.replicas import ReplicaCheck
@@ -118,6 +121,9 @@ class DDPHook:
         self._ended = time.perf_counter()  # the last backward pass
         self._sums: DirectSums | None = None
         self._parts: tuple[Layout, list[Parts]] = ([], [])  # of the tensors in these buckets
+        self._hookless: HooklessPasses | None = None
+        self._left: tuple[Layout, Handle] | None = None  # what DDP's own sums of these come to
+        self._heard: DirectPass | None = None  # a comparison beside them, under way
         self._uncompressed = 0  # passes in a row, as far as they went well
         self._met = 0  # of these, before the last one in which ranks met
         self._registered: RegisteredHook | None = None
@@ -152,6 +158,7 @@ class DDPHook:
         self._watch = OptimizerWatch(self._parameters, self.wire)
 
     def detach(self) -> None:
+        self._go_through_hook()
         if self._registered is not None:
             self._registered.current = None
             self._registered = None
@@ -169,6 +176,7 @@ class DDPHook:
         return self._replayed or self._layout
 
     def replay(self, layout: Layout) -> None:
+        self._go_through_hook()
         self._replayed, self._layout, self._replays = layout, layout, 0
 
     # A backward pass.
@@ -278,13 +286,20 @@ class DDPHook:
         """Whether a step does nothing that DDP would not do by itself; alike on all ranks."""
         choices = self.wire._choices
         return (
-            self._can_be_plain
-            and not (self._replayed or self._sparse)
+            self._nothing_waits
             and not choices.watches(step)
             and all(
                 isinstance(choices.compressor_of(name), NoCompression | None)
                 for name in self._parameters
             )
+        )
+
+    @property
+    def _nothing_waits(self) -> bool:
+        """Whether a step could be plain, as far as earlier ones have left nothing for it to do."""
+        return (
+            self._can_be_plain
+            and not (self._replayed or self._sparse)
             and not self._reducer.states.remember()
         )
 
@@ -302,12 +317,96 @@ class DDPHook:
             )
         )
 
+    # Passes without the hook.
+
+    def _decide_on_the_next(self) -> None:
+        """Whether the next pass goes through the hook; alike on all ranks."""
+        step, passes, choices = self.wire.step + 1, self._uncompressed, self.wire._choices
+        if (
+            passes > SETTLED
+            and choices.idle(step)
+            and passes - self._met < COMPARED
+            and not (self._check_every and step % self._check_every == 0)
+            and self._nothing_waits
+            and self._may_leave_out_hook
+        ):
+            assert self._hookless is not None
+            self._hookless.begin()
+        else:
+            self._go_through_hook()
+
+    @functools.cached_property
+    def _may_leave_out_hook(self) -> bool:
+        """Whether DDP by itself does all that was asked for: it has limits of its own, and a second
+        reducer takes memory."""
+        ddp, configuration, options = self._ddp(), self.wire._configuration, self._reducer.options
+        asked = (options.timeout, options.max_bytes, configuration.scaler)
+        if ddp is None or any(each is not None for each in asked):
+            return False
+        if not HooklessPasses.possible(ddp):
+            return False
+        first = next(iter(self._parameters.values()))
+        self._hookless = HooklessPasses(
+            ddp, first, self._count_pass_of_ddp, self._end_pass_of_ddp, self._hear
+        )
+        log.info("%s: steps in which it has nothing to do are left to DDP itself", self.wire.policy)
+        return True
+
+    def _go_through_hook(self) -> None:
+        if self._hookless is not None:
+            self._hookless.end()
+
+    def _count_pass_of_ddp(self) -> None:
+        """DDP itself carries out a pass."""
+        ledger, layout, choices = self._reducer.ledger, self._layout, self.wire._choices
+        listens = self._uncompressed % choices.listens_every == 0
+        self._uncompressed += 1
+        self.wire._skip_step()
+        if self._left is None or self._left[0] is not layout:
+            sizes = [sum(self._parameters[name].nbytes for name in names) for names in layout]
+            self._left = (layout, self._direct_sums.elsewhere(sizes))
+        ledger.note_again(self._left[1], self._parts_of_layout())
+        ledger.steps_of_ddp += 1
+        if listens:
+            self._heard = self._direct_sums.begin()
+            self._heard.compare(self.wire.step, choices.doubts)
+        else:
+            self._decide_on_the_next()
+
+    def _end_pass_of_ddp(self, waited: float) -> None:
+        before, self._ended = self._ended, time.perf_counter()
+        ledger = self._reducer.ledger
+        ledger.add_seconds("waiting", waited)
+        ledger.end_step()
+        # Nobody has timed its sums: no policy learns from this step, but one may come to doubt.
+        measured = Measured(self._ended - before, 0.0, waited, 0.0, 0.0, 0.0, 0.0)
+        self.wire._choices.end(self.wire.step, measured)
+        self._hear()
+        self.wire._end_step()
+
+    def _hear(self) -> None:
+        """What ranks have told each other beside a pass of DDP's own."""
+        heard = self._heard
+        if heard is None:
+            return
+        try:
+            heard.wait()
+        except Exception:
+            self._heard, self._uncompressed = None, 0
+            self._go_through_hook()
+            raise
+        self._heard = None
+        if heard.doubts:
+            self.wire._choices.ask_next(self.wire.step)
+        self._decide_on_the_next()
+
     def _end_interrupted_pass(self) -> None:
         """What Ctrl-C left under way: if all went well the other ranks have counted the step."""
         left = self._pass
         left.wait_until_ended()
         if not left.interrupted:
             return
+        self._pass = self._new_pass()
         if any(handle.exception() is not None for handle in left.handles):
             self._uncompressed = 0
             return
@@ -317,6 +416,7 @@ class DDPHook:
         before, self._ended = self._ended, now
         measured = Measured(now - before, now - left.begin, 0.0, *left.totals())
         self.wire._choices.end(self.wire.step, measured, left.asked)
+        self._decide_on_the_next()
 
     def _receive(self, arrived: dict[str, Tensor], bucket: GradBucket, sparse: bool) -> None:
         here = self._pass
@@ -370,14 +470,17 @@ class DDPHook:
         done, self._pass = self._pass, self._new_pass()
         before, self._ended = self._ended, end
         # By the exchanges alone: what fails in the following may fail on this rank only.
-        self._uncompressed = self._uncompressed + 1 if done.plain and not done.errors else 0
+        went_well = not done.errors
+        self._uncompressed = self._uncompressed + 1 if done.plain and went_well else 0
         try:
-            if not done.errors:
+            if went_well:
                 self._commit(done)
                 measured = Measured(end - before, begin - done.begin, end - begin, *done.totals())
                 self.wire._choices.end(self.wire.step, measured, done.asked)
         except Exception as error:
             done.errors.append(error)
+        if went_well:
+            self._decide_on_the_next()
         done.give_up()
         if not done.errors:
             return
@@ -386,12 +489,12 @@ class DDPHook:
 
     def _wait_before_the_next_forward(self) -> None:
         """The exchange that is under way still uses DDP's buffers: a new pass must not."""
-        ddp, left = self._ddp(), self._pass
+        ddp = self._ddp()
         if ddp is None:
             return
 
         def wait(*_: Any) -> None:
-            left.wait_until_ended()
+            self._end_interrupted_pass()
             removable.remove()
 
         removable = ddp.register_forward_pre_hook(wait)

@@ -201,6 +201,9 @@ def explanation_of(wire: "Wire") -> str:
             f"of {show_bytes(total['bytes_in'])}, and waited {waited:.3g} ms per step for the "
             "network."
         )
+    by_ddp = wire._reducer.ledger.steps_of_ddp
+    if by_ddp:
+        lines.append(f"{plural(by_ddp, 'step')} of these had nothing to compress: DDP's own.")
     last = wire.decisions[-3:]
     if last:
         lines.append("The last decisions:")

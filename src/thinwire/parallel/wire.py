@@ -281,6 +281,11 @@ class Wire:
             self._choices.scale(loss_scale / self._scale)
             self._scale = loss_scale
 
+    def _skip_step(self) -> None:
+        """DDP itself has carried one out."""
+        self.step += 1
+        self._choices.skip(self.step)
+
     def _inspect(
         self, step: int, unit: Unit, update: Update, compressor: Compressor, key: Key
     ) -> None:

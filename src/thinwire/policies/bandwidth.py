@@ -245,6 +245,9 @@ class _Following(Chooser):
     def listens_every(self) -> int:
         return min(LISTENS_EVERY, self._conditions.every(LISTENING))
 
+    def idle(self, step: int) -> bool:
+        return self._rung == 0 and not self.due(step)
+
     def doubts(self, measured: Measured) -> bool:
         return 0 < SURPRISE * self._times[self._rung] < measured.step
 
@@ -607,6 +610,9 @@ class _Ladders(Chooser):
     @property
     def listens_every(self) -> int:
         return self.used.listens_every
+
+    def idle(self, step: int) -> bool:
+        return self.used.idle(step)
 
     def doubts(self, measured: Measured) -> bool:
         return self._own > self.kind or self.used.doubts(measured)

@@ -189,6 +189,11 @@ class Chooser(ABC):
         their steps."""
         return LISTENS_EVERY
 
+    def idle(self, step: int) -> bool:
+        """Whether nothing is compressed in this step, and nothing of it has to be known: it may be
+        left to DDP itself. The same on all ranks."""
+        return False
+
     def doubts(self, measured: Measured) -> bool:
         """Whether this rank would rather hear from the others soon, after a step like this. They
         may, or may not, be asked."""
@@ -256,6 +261,9 @@ class Around(Chooser):
     def listens_every(self) -> int:
         return self.inner.listens_every
 
+    def idle(self, step: int) -> bool:
+        return self.inner.idle(step)
+
     def doubts(self, measured: Measured) -> bool:
         return self.inner.doubts(measured)
 
@@ -322,6 +330,9 @@ class Shared(Chooser):
     @property
     def listens_every(self) -> int:
         return min(chooser.listens_every for chooser in self._all)
+
+    def idle(self, step: int) -> bool:
+        return all(chooser.idle(step) for chooser in self._all)
 
     def doubts(self, measured: Measured) -> bool:
         return any(chooser.doubts(measured) for chooser in self._all)

@@ -82,6 +82,9 @@ class WarmingUp(Around):
         self._step = step
         return None if step <= self._until else self.inner.choose(tensor, step)
 
+    def idle(self, step: int) -> bool:
+        return step > self._until + 1 and super().idle(step)  # the first is noted when it is chosen
+
     def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
         self.hold(step < self._until)
         super().learn(step, rows)

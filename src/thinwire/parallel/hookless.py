@@ -1,0 +1,110 @@
+"""Backward passes that DDP carries out by itself, as if nothing were attached.
+
+DDP takes one hook for ever, and a model with one divides its gradients in a pass of its own over
+memory, which costs 2 to 5 % of a short step. So the model gets a second reducer of DDP's own,
+without a hook. Which of the two the next pass goes through is decided when one has ended
+(docs/decisions/0034).
+"""
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import torch_internals
+
+
+class HooklessPasses:
+    """Switches a model between its reducer with the hook and one without.
+
+    Args:
+        ddp: the model.
+        parameter: one that every pass has a gradient for.
+        computed: called in each pass without the hook, when its gradients are there and DDP is
+            about to wait for their averages. Not after that: Ctrl-C comes out of the first line of
+            Python behind it, and other ranks count the pass.
+        ended: called after each of them, with the seconds that DDP has waited.
+        begins: called before the next forward pass, where Ctrl-C may have come in between.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        parameter: Tensor,
+        computed: Callable[[], None],
+        ended: Callable[[float], None],
+        begins: Callable[[], None],
+    ) -> None:
+        self._ddp, self._parameter = weakref.ref(ddp), parameter
+        self._computed, self._ended, self._begins = computed, ended, begins
+        self._hooked = torch_internals.reducer_of(ddp)
+        self._plain: torch_internals.Reducer | None = None
+        self._removable: list[Any] = []  # hooks that are there while passes go without ours
+
+    @staticmethod
+    def possible(ddp: DistributedDataParallel) -> bool:
+        """Whether a second reducer would leave everything else as it is."""
+        return torch_internals.may_have_two_reducers(ddp)
+
+    @property
+    def next(self) -> bool:
+        """Whether the next pass goes without the hook."""
+        return bool(self._removable)
+
+    def begin(self) -> None:
+        """Have the next passes go without the hook."""
+        ddp = self._ddp()
+        if self.next or ddp is None or torch_internals.is_joining(ddp):
+            return
+        if self._plain is None:
+            self._plain = torch_internals.reducer_without_hook(ddp)
+        torch_internals.use_reducer(ddp, self._plain)
+        self._removable = [
+            self._parameter.register_post_accumulate_grad_hook(self._passing),
+            ddp.register_forward_pre_hook(_Look(self._look)),
+        ]
+
+    def end(self) -> None:
+        """Have the next passes go through the hook."""
+        ddp, removable = self._ddp(), self._removable
+        self._removable = []
+        for each in removable:
+            each.remove()
+        if removable and ddp is not None:
+            torch_internals.use_reducer(ddp, self._hooked)
+
+    def _look(self, ddp: Any) -> None:
+        """Ranks that have joined the others early take part through the hook alone: a rank that
+        runs out of batches before this model's first pass inside `join` is not found out."""
+        self._begins()
+        if torch_internals.is_joining(ddp):
+            self.end()
+
+    def _passing(self, _: Tensor) -> None:
+        """A gradient is there; in a pass that accumulates, DDP does nothing."""
+        ddp = self._ddp()
+        if ddp is not None and ddp.require_backward_grad_sync:
+            torch_internals.queue_callback(self._note_computed)
+
+    def _note_computed(self) -> None:
+        """DDP's own callback comes before the one that is queued here."""
+        begin = time.perf_counter()
+        torch_internals.queue_callback(lambda: self._ended(time.perf_counter() - begin))
+        self._computed()
+
+
+class _Look:
+    """A hook before the forward pass of one model: copies of the model, and what torch.save makes
+    of it, have one that gives the inputs back and needs nothing of ours."""
+
+    def __init__(self, look: Callable[[Any], None]) -> None:
+        self._look = look
+
+    def __call__(self, ddp: Any, inputs: Any) -> None:
+        self._look(ddp)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ({}, "get")

@@ -1,0 +1,334 @@
+"""Passes that DDP carries out by itself, because a policy has no use for them.
+
+Functions with a leading `on_` run on every rank, in the processes of ranks.py. Models and batches
+are those of nets.py.
+"""
+
+import copy
+import io
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from nets import (
+    Books,
+    all_same,
+    alone,
+    backward,
+    gradients,
+    named,
+    net,
+    plain,
+    raised,
+    train,
+    wired,
+)
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+from thinwire.parallel.ddp import COMPARED, SETTLED, BackwardPass
+from thinwire.policies.base import Choice, Chooser, Measured, Policy, PolicyContext, TensorInfo
+
+STEPS = COMPARED + 8
+
+
+@dataclass(frozen=True)
+class Idle(Policy):
+    """topk:0.1 in steps `first` to `last`, and nothing to do in all others but every `every`-th,
+    after which ranks tell each other a number."""
+
+    first: int = 0
+    last: int = 0
+    every: int = 1000
+    name: ClassVar[str] = "idle"
+    main = tw.parse("topk:0.1")
+
+    def begin(self, context: PolicyContext) -> Chooser:
+        return _Idle(self)
+
+
+class _Idle(Chooser):
+    num_reports = 1
+    listens_every = 4
+
+    def __init__(self, policy: Idle) -> None:
+        self._policy = policy
+        self.asked: list[int] = []
+        self.learnt: list[int] = []
+        self.ended: list[float] = []  # seconds of steps
+
+    def _compresses(self, step: int) -> bool:
+        return self._policy.first <= step <= self._policy.last
+
+    def choose(self, tensor: TensorInfo, step: int) -> Choice:
+        return self._policy.main if self._compresses(step) else None
+
+    def due(self, step: int) -> bool:
+        return step % self._policy.every == 0 or step in self.asked
+
+    def idle(self, step: int) -> bool:
+        return not (self._compresses(step) or self.due(step))
+
+    def doubts(self, measured: Measured) -> bool:
+        self.ended.append(measured.step)
+        return False
+
+    def ask(self, step: int) -> None:
+        self.asked.append(step)
+
+    def report(self, measured: Measured) -> list[float]:
+        return [measured.network]
+
+    def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
+        self.learnt.append(step)
+
+
+def idle_model(policy: Any = None, **options: Any) -> tuple[Any, tw.Wire]:
+    """DDP has limits of its own: with a time limit of ours every pass goes through the hook."""
+    return wired(policy or Idle(), **{"timeout": None} | options)
+
+
+def by_ddp(model: Any, wire: tw.Wire, step: int) -> bool:
+    """Whether DDP itself carries out a step, which is done here."""
+    before = wire._reducer.ledger.steps_of_ddp
+    backward(model, step)
+    return wire._reducer.ledger.steps_of_ddp > before
+
+
+def attempt(model: Any, step: int) -> str:
+    return raised(lambda: backward(model, step))
+
+
+def on_bits() -> tuple[list[int], list[int], Any, Any, str]:
+    (model, wire), (other, direct), third = idle_model(), wired("none"), plain()
+    left, same = [], []
+    for step in range(1, STEPS):
+        left += [step] if by_ddp(model, wire, step) else []
+        backward(other, step)
+        backward(third, step)
+        same += [step] if all_same(gradients(model), gradients(third)) else []
+    return left, same, wire.stats(), direct.stats(), wire.explain()
+
+
+def test_ddp_carries_out_what_needs_no_hook():
+    """With three ranks, where 1/3 is rounded. A direct pass comes first; ranks meet now and then.
+    In its first pass DDP has one bucket, which its ring cuts in other places."""
+    expected = [n for n in range(SETTLED + 2, STEPS) if n != COMPARED + SETTLED]
+    for left, same, stats, direct, words in ranks.run(on_bits, ranks=3):
+        assert left == expected
+        assert set(same) >= set(expected[1:])
+        assert stats["step"] == STEPS - 1
+        assert f"{len(expected)} steps of these had nothing to compress: DDP's own." in words
+        # The same as passes through the hook, but for what ranks compare after other passes.
+        for name, row in stats["tensors"].items():
+            assert row["steps"] == direct["tensors"][name]["steps"]
+            assert row["bytes_in"] == direct["tensors"][name]["bytes_in"]
+        sent, other = (each["total"]["network_bytes"] for each in (stats, direct))
+        assert sent == pytest.approx(other, rel=0.02)
+        assert stats["seconds"]["waiting"] > 0
+
+
+def on_changes() -> tuple[list[int], dict[str, float], list[int]]:
+    model, wire = idle_model(Idle(9, 11, every=6))
+    books, left = Books(model, wire), []
+    for step in range(1, 25):
+        books.put(alone(model, step))
+        left += [step] if by_ddp(model, wire, step) else []
+        books.take()
+    return left, books.balance(), wire._choices.chooser.learnt
+
+
+def test_compression_begins_and_ends_in_the_step_that_the_policy_says():
+    """The step after a report goes through the hook: it may have changed the policy's mind."""
+    for left, balance, learnt in ranks.run(on_changes, ranks=2):
+        # 6, 12, 18, 24 are due; 12 sends the residuals, in 13 and 14 ranks meet, 15 is direct.
+        assert left == [4, 5, 8, 16, 17, 20, 21, 22, 23]
+        assert learnt == [6, 12, 18, 24]
+        assert all(value <= 1 for value in balance.values()), balance
+
+
+def on_doubts() -> tuple[list[int], list[int], list[int]]:
+    model, wire = idle_model()
+    left = []
+    for step in range(1, 20):
+        if step == 10 and dist.get_rank() == 1:
+            wire._choices.doubts = True
+        left += [step] if by_ddp(model, wire, step) else []
+    chooser = wire._choices.chooser
+    return left, chooser.asked, chooser.learnt
+
+
+def test_ranks_hear_of_doubts_beside_passes_of_ddp():
+    for left, asked, learnt in ranks.run(on_doubts, ranks=3):
+        # They listen after every fourth pass: in the 13th, so 14 goes through the hook.
+        assert asked == [14]
+        assert learnt == [14]
+        assert left == [n for n in range(4, 20) if n not in (14, 15)]
+
+
+def on_other_step() -> list[str]:
+    model, wire = idle_model()
+    train(model, range(6))
+    wire.step += dist.get_rank()
+    return [attempt(model, step) for step in range(4)]
+
+
+def test_ranks_in_different_steps_learn_so_beside_passes_of_ddp():
+    for errors in ranks.run(on_other_step, ranks=2):
+        words = "MismatchError: ranks disagree in one call, step: 9 on some ranks but 10 on others"
+        assert errors[:3] == ["", "", words]
+        assert errors[3].startswith("MismatchError: ranks disagree in one call, step: 10 on rank 0")
+
+
+def on_accumulation() -> tuple[bool, int, int]:
+    (model, wire), other = idle_model(), plain()
+    same = True
+    for step in range(8):
+        for each in (model, other):
+            each.zero_grad()
+            with each.no_sync():
+                each(torch.full((8, 20), 0.1 * step)).square().mean().backward()
+            each(torch.full((8, 20), 0.2)).square().mean().backward()
+        same = same and all_same(gradients(model), gradients(other))
+    return same, wire.step, wire._reducer.ledger.steps_of_ddp
+
+
+def test_passes_that_only_accumulate_do_not_count():
+    assert ranks.run(on_accumulation, ranks=2) == [(True, 8, 8 - SETTLED - 1)] * 2
+
+
+def on_interrupted(where: str) -> tuple[list[str], int, bool]:
+    """Rank 0 is interrupted when DDP has waited, or in a pass through the hook that comes before
+    one of DDP's own."""
+    model, wire = idle_model()
+    train(model, range(SETTLED if where == "hook" else 8))
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            target = (BackwardPass, "wait") if where == "hook" else (wire._hook._hookless, "_ended")
+            patch.setattr(*target, lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                backward(model, 9)
+    else:
+        backward(model, 9)
+    errors = [attempt(model, step) for step in range(10, 20)]
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, gradients(model))
+    return errors, wire.step, all_same(*everyone)
+
+
+@pytest.mark.parametrize("where", ["hook", "DDP's own"])
+def test_training_goes_on_after_ctrl_c(where):
+    """Eight passes went before DDP's own: it is one in which ranks listen."""
+    for errors, step, alike in ranks.run(on_interrupted, where, ranks=2):
+        assert not any(errors), errors
+        assert step == (SETTLED if where == "hook" else 8) + 11
+        assert alike
+
+
+def on_join() -> tuple[list[bool], str]:
+    """Rank 1 has fewer batches; before and after that all have as many."""
+    model, wire = idle_model()
+    left = [by_ddp(model, wire, step) for step in range(6)]
+    with model.join():
+        for step in range(2 + 2 * (dist.get_rank() == 0)):
+            left.append(by_ddp(model, wire, step))
+    error = raised(lambda: train(model, range(1)))
+    return left, error
+
+
+def test_ranks_that_join_early_take_part_through_the_hook():
+    for left, error in ranks.run(on_join, ranks=2):
+        assert left[:6] == [False] * 3 + [True] * 3
+        assert not any(left[6:])
+        assert not error
+
+
+def on_states() -> tuple[bool, bool, bool, list[bool]]:
+    """Loading, copying and detaching while passes go without the hook."""
+    (model, wire), other = idle_model(), plain()
+    train(model, range(6))
+    before = wire._hook._hookless.next
+    state = wire.state_dict()
+    copied = copy.deepcopy(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    wire.load_state_dict(state)
+    loaded = wire._hook._hookless.next
+    train(model, range(6, 16))
+    train(other, range(6))
+    train(other, range(6, 16))
+    alike = all_same(gradients(model), gradients(other))
+    wire.detach()
+    train(model, range(16, 18))
+    train(copied, range(2))
+    again = tw.attach(model, Idle(), min_numel=10)
+    return before, loaded, alike, [by_ddp(model, again, step) for step in range(5)]
+
+
+def test_states_copies_and_detaching():
+    for before, loaded, alike, again in ranks.run(on_states, ranks=2):
+        assert (before, loaded, alike) == (True, False, True)
+        assert again == [False] * (SETTLED + 1) + [True] * (4 - SETTLED)
+
+
+def on_death() -> str:
+    model, wire = idle_model()
+    train(model, range(6))
+    assert wire._hook._hookless.next
+    if dist.get_rank() == 2:
+
+        def die(gradient: Tensor) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        named(model)["2.weight"].register_hook(die)
+    return raised(lambda: train(model, range(6, 8)))
+
+
+def test_a_rank_that_dies_in_a_pass_of_ddp_is_ddps_error():
+    with ranks.Ranks(3) as group:
+        found = group.run(on_death, dying=[2])
+    for error in found[:2]:
+        assert error.startswith(("RuntimeError: ", "DistBackendError: ", "PeerError: ")), error
+
+
+def on_refusals(ddp: dict[str, Any], options: dict[str, Any]) -> bool:
+    model, wire = idle_model(ddp=ddp, **options)
+    train(model, range(6))
+    return wire._reducer.ledger.steps_of_ddp > 0
+
+
+@pytest.mark.parametrize(
+    ("ddp", "options"),
+    [
+        ({"gradient_as_bucket_view": True}, {}),
+        ({"find_unused_parameters": True}, {}),
+        ({"static_graph": True}, {}),
+        ({}, {"timeout": 600.0}),
+        ({}, {"max_bytes": "1GiB"}),
+        ({}, {"scaler": torch.amp.GradScaler("cpu", enabled=False)}),
+    ],
+    ids=["view", "unused", "static", "timeout", "memory", "scaler"],
+)
+def test_what_ddp_would_do_otherwise_goes_through_the_hook(ddp, options):
+    assert ranks.run(on_refusals, ddp, options, ranks=2) == [False, False]
+
+
+def on_compiled() -> tuple[int, bool]:
+    one = {"bucket_cap_mb": 25}  # torch.compile asks for a first bucket that is smaller
+    (model, wire), other = idle_model(ddp=one), DistributedDataParallel(net())
+    compiled = torch.compile(model, backend="eager")
+    for step in range(8):
+        backward(compiled, step)
+        backward(other, step)
+    return wire._reducer.ledger.steps_of_ddp, all_same(gradients(model), gradients(other))
+
+
+def test_a_compiled_model_follows():
+    assert ranks.run(on_compiled, ranks=2) == [(8 - SETTLED - 1, True)] * 2
