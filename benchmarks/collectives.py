@@ -3,12 +3,13 @@
     python benchmarks/collectives.py [--hosts 4] [--link 100mbit] [--size 10M] [--rounds 7]
                                      [--out benchmarks/records/NAME.json]
 
-Four parts. On hosts in network namespaces with links of the given rate: the time of compressed
+Five parts. On hosts in network namespaces with links of the given rate: the time of compressed
 all-reduces against torch's own, and their bytes against the counters of the interfaces. On
-loopback: what NoCompression costs over plain `dist.all_reduce`. On loopback with 2 to 8 ranks: how
-bytes grow. Stages: two hosts of one core each, with links of the rate at which a message takes as
-long as compressing and adding up, so that an exchange in which the two take turns needs twice as
-long as one in which they overlap; with one large tensor, and with five one behind the other.
+loopback: what NoCompression costs over plain `dist.all_reduce`. Small: the same for tensors of
+1,000 elements, with 2 and 4 ranks. On loopback with 2 to 8 ranks: how bytes grow. Stages: two hosts
+of one core each, with links of the rate at which a message takes as long as compressing and adding
+up, so that an exchange in which the two take turns needs twice as long as one in which they
+overlap; with one large tensor, and with five one behind the other.
 
 All candidates of a part take turns in every round; figures are medians over rounds of the slowest
 rank. All ranks share this machine's cores, which adds to the time of the compressed candidates on
@@ -47,6 +48,12 @@ SLOW = (
 )
 STAGED = ("quantize:4", "onebit")
 LOOPBACK = (("dense", "dense", "auto", False), ("none", "none", "auto", False))
+SMALL = (
+    *LOOPBACK,
+    ("quantize:4", "quantize:4", "auto", False),
+    ("topk:0.01, residual", "topk:0.01", "auto", True),
+)
+SMALL_NUMEL, SMALL_ROUNDS = 1000, 60
 GROWTH = (
     ("topk:0.01 gather", "topk:0.01", "gather", False),
     ("quantize:4 twoshot", "quantize:4", "twoshot", False),
@@ -272,7 +279,7 @@ def main() -> int:
     parser.add_argument("--size", default="10M", help="elements of the tensor (10M)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds to take the median of (7)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of a rank (1)")
-    parts = ("slow", "stages", "loopback", "growth")
+    parts = ("slow", "stages", "loopback", "small", "growth")
     parser.add_argument("--only", choices=parts, help="one part alone")
     options = read_options(parser)
     if options.as_rank:
@@ -303,6 +310,17 @@ def main() -> int:
         over = rows[1]["seconds"] / rows[0]["seconds"]
         targets.append(Target("none: time over dist.all_reduce", over, "<= 1.2", over <= 1.2))
         console.print(table_of("4 ranks on loopback", rows))
+    if options.only in (None, "small"):
+        record["small"] = {}
+        for ranks in (2, 4):
+            less = {**job, "numel": SMALL_NUMEL, "rounds": SMALL_ROUNDS, "runs": SMALL}
+            rows = measure(f"small, {ranks} ranks", Loopback(ranks), less, console)
+            record["small"][str(ranks)] = rows
+            console.print(table_of(f"{ranks} ranks on loopback, {SMALL_NUMEL} elements", rows))
+            for row in rows[1:]:
+                which = f"{row['name']}, {SMALL_NUMEL:,} elements, {ranks} ranks"
+                over = row["seconds"] / rows[0]["seconds"]
+                targets.append(Target.at_most(f"{which}: time over dist.all_reduce", over, 1.5))
     if options.only in (None, "growth"):
         found = {}
         for ranks in (2, 3, 4, 8):

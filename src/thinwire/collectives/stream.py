@@ -68,10 +68,12 @@ def in_stream(algorithm: Algorithm) -> Algorithm:
 def slice_count(reduction: Reduction, size: int) -> int:
     """In how many slices a reduction among so many should go."""
     parts = reduction.parts
-    if parts[0].x.device.type != "cpu":
+    num_bytes = sum(part.x.nbytes for part in parts)
+    # What a message can come to takes a tenth of a short call to work out.
+    if parts[0].x.device.type != "cpu" or num_bytes < 2 * LEAST_BYTES:
         return 1
     message = max_message_bytes([part.expected for part in parts])
-    return slices_for(sum(part.x.nbytes for part in parts), message, size)
+    return slices_for(num_bytes, message, size)
 
 
 def slices_for(num_bytes: float, message: float, size: int) -> int:

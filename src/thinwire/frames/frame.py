@@ -38,8 +38,11 @@ def pack_frame(payload: Payload) -> Tensor:
     pieces = [torch.frombuffer(bytearray(header), dtype=torch.uint8).to(payload.device)]
     pieces += [as_bytes(payload.sections[i]) for i in _order([s.dtype for s in payload.sections])]
     frame = torch.cat(pieces)
-    value = _checksum(header, frame).to_bytes(8, "little")
-    frame[CHECKSUM] = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(frame.device)
+    value = bytearray(_checksum(header, frame).to_bytes(8, "little"))
+    if frame.device.type == "cpu":
+        memoryview(frame.numpy())[CHECKSUM] = value  # a third of what torch takes for eight bytes
+    else:
+        frame[CHECKSUM] = torch.frombuffer(value, dtype=torch.uint8).to(frame.device)
     return frame
 
 
