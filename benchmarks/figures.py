@@ -1,4 +1,4 @@
-"""Write the figures of README.md, docs/benchmarks.md and docs/plan.md from the records.
+"""Write the figures of README.md and of pages in docs from the records.
 
     python benchmarks/figures.py            write them (make figures)
     python benchmarks/figures.py --check    only say which blocks differ from the records
@@ -20,7 +20,10 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "plan.md")
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / page for page in ("benchmarks.md", "guides/policies.md", "plan.md")),
+)
 BLOCK = re.compile(r"(<!-- figures ([\w-]+) -->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
 _DATED = re.compile(r"(.+?)-(\d{4}-\d\d-\d\d)(.*)")
 
@@ -417,6 +420,30 @@ def link_policy(record: Record) -> list[str]:
     return table(("policy", "the whole run", "steps compressed after the return"), rows)
 
 
+def auto_policy(record: Record) -> list[str]:
+    """A row for plain DDP, for the fastest fixed strength and for each kind of `auto`."""
+    links = list(dict.fromkeys(cell["link"] for cell in record.measured))
+    rows = []
+    for workload in dict.fromkeys(cell["workload"] for cell in record.measured):
+        cells = {c["link"]: c["methods"] for c in record.measured if c["workload"] == workload}
+        steps = {
+            link: {row["method"]: 1e3 * statistics.median(row["seconds"]) for row in methods}
+            for link, methods in cells.items()
+        }
+        names = list(next(iter(steps.values())))
+        shown = [name for name in names if name in ("ddp", "none") or name.startswith("auto")]
+        for name in shown:
+            cells_of = [f"{steps[link][name]:.0f}" if link in steps else "" for link in links]
+            rows.append([f"`{workload}`", "plain DDP" if name == "ddp" else f"`{name}`", *cells_of])
+        best = []
+        for link in links:
+            fixed = {k: v for k, v in steps.get(link, {}).items() if k not in shown}
+            name = min(fixed, key=lambda each: fixed[each]) if fixed else ""
+            best.append(f"{fixed[name]:.0f} ({code(name)})" if fixed else "")
+        rows.append([f"`{workload}`", "the fastest compressed one", *best])
+    return table(("workload", "ms per step", *links), rows)
+
+
 def accuracy_policy(record: Record) -> list[str]:
     rows = []
     for row in record.measured:
@@ -615,6 +642,7 @@ BLOCKS: dict[str, Block] = {
     "others": Block(others, "python benchmarks/others.py"),
     "plan": Block(plan, "python benchmarks/plan.py"),
     "policies-accuracy": Block(accuracy_policy, "python benchmarks/policies.py accuracy"),
+    "policies-auto": Block(auto_policy, "python benchmarks/policies.py auto"),
     "policies-link": Block(link_policy, "python benchmarks/policies.py link"),
     "targets": Block(compressors, "python benchmarks/targets.py"),
     "torch-hooks": Block(torch_hooks, "python benchmarks/torch_hooks.py"),

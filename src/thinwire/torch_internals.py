@@ -205,19 +205,19 @@ def register_hook(ddp: Any, state: object, hook: Callable[..., Any]) -> None:
     ddp._comm_hooks.pop()
 
 
-class Reducer(NamedTuple):
+class BucketReducer(NamedTuple):
     """What DDP forms its buckets with, and what logs for it."""
 
     reducer: Any
     logger: Any
 
 
-def reducer_of(ddp: Any) -> Reducer:
+def reducer_of(ddp: Any) -> BucketReducer:
     """The one that a DDP model uses."""
-    return Reducer(ddp.reducer, ddp.logger)
+    return BucketReducer(ddp.reducer, ddp.logger)
 
 
-def use_reducer(ddp: Any, which: Reducer) -> None:
+def use_reducer(ddp: Any, which: BucketReducer) -> None:
     """Have a DDP model use this one from its next forward pass on.
 
     Another one of the same model may stay: the hooks that it has on the gradients do nothing in a
@@ -226,7 +226,7 @@ def use_reducer(ddp: Any, which: Reducer) -> None:
     ddp.reducer, ddp.logger = which
 
 
-def reducer_without_hook(ddp: Any) -> Reducer:
+def reducer_without_hook(ddp: Any) -> BucketReducer:
     """A second one for a DDP model, made as DDP makes its first: DDP cannot take back a hook."""
     first = reducer_of(ddp)
     parameters, sparse = ddp._build_params_for_reducer()

@@ -40,7 +40,7 @@ def pack_frame(payload: Payload) -> Tensor:
     frame = torch.cat(pieces)
     value = bytearray(_checksum(header, frame).to_bytes(8, "little"))
     if frame.device.type == "cpu":
-        memoryview(frame.numpy())[CHECKSUM] = value  # a third of what torch takes for eight bytes
+        frame.numpy().data[CHECKSUM] = value  # a third of what torch takes for eight bytes
     else:
         frame[CHECKSUM] = torch.frombuffer(value, dtype=torch.uint8).to(frame.device)
     return frame

@@ -41,7 +41,7 @@ class HooklessPasses:
         self._ddp, self._parameter = weakref.ref(ddp), parameter
         self._computed, self._ended, self._begins = computed, ended, begins
         self._hooked = torch_internals.reducer_of(ddp)
-        self._plain: torch_internals.Reducer | None = None
+        self._plain: torch_internals.BucketReducer | None = None
         self._removable: list[Any] = []  # hooks that are there while passes go without ours
 
     @staticmethod
