@@ -14,7 +14,10 @@ in four, which are started together.
 
 Each candidate exchanges three times in a row. Before the first its connections were idle for a
 while, and TCP then sends little at once again (net.ipv4.tcp_slow_start_after_idle); the last is
-what a training sees that exchanges in every step.
+what a training sees whose exchanges follow each other closely.
+
+Two hosts once more, after pauses of a second as long steps have them, with that setting as Linux
+has it and switched off in the lab's hosts.
 """
 
 import argparse
@@ -42,6 +45,8 @@ WARM_UP = 2  # rounds
 REPEATS = 3  # exchanges in a row
 FRAME = 1 << 16  # bytes of the frame that the target is about: of eight times as much in 4 bits
 MOST = 1.3  # round trips, besides what its bytes take
+PAUSE = 1.2  # seconds: longer than TCP keeps a window for
+SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # of a network namespace
 
 
 def rank_main(job: dict[str, Any]) -> None:
@@ -51,6 +56,8 @@ def rank_main(job: dict[str, Any]) -> None:
 
     import thinwire as tw
 
+    if "slow_start" in job:
+        SLOW_START.write_text(job["slow_start"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -109,8 +116,10 @@ def rank_main(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def measure(hosts: int, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Rows of medians, one for each size and candidate."""
+def measure(
+    hosts: int, options: argparse.Namespace, console: Console, **more: Any
+) -> list[dict[str, Any]]:
+    """Rows of medians, one for each size and candidate; `more` is for the ranks."""
     lab = Lab(hosts, options.link, delay=options.delay)
     trip = lab.round_trip_seconds
     job = {
@@ -118,6 +127,7 @@ def measure(hosts: int, options: argparse.Namespace, console: Console) -> list[d
         "rounds": options.rounds,
         "candidates": [DENSE, GATHER, DIRECT, BARRIER, SHARED, APART, *options.compressors],
         "lead": 0.02 + 2 * trip * max(1, hosts.bit_length() - 1),
+        **more,
     }
     found: dict[tuple[int, str], list[dict[str, Any]]] = {}
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -150,6 +160,17 @@ def measure(hosts: int, options: argparse.Namespace, console: Console) -> list[d
             }
         )
     return sorted(rows, key=lambda row: row["num_bytes"])
+
+
+def pauses(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """Two hosts after pauses, with the setting of each row."""
+    rows = []
+    for setting in ("1", "0"):
+        more = {"candidates": ["quantize:4 by gather"], "lead": PAUSE, "slow_start": setting}
+        found = measure(2, options, console, **more)
+        console.print(table_of(f"2 hosts, pauses, tcp_slow_start_after_idle={setting}", found))
+        rows += [{**row, "slow_start_after_idle": int(setting)} for row in found]
+    return rows
 
 
 def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
@@ -211,7 +232,8 @@ def main() -> int:
         rows += measure(hosts, options, console)
         title = f"{hosts} hosts, {options.link}, {options.delay} of delay each way"
         console.print(table_of(title, [row for row in rows if row["hosts"] == hosts]))
-    return conclude(console, options, "thinwire.wan/1", rows, targets_of(rows, options), note)
+    measured = {"rows": rows, "pauses": pauses(options, console)}
+    return conclude(console, options, "thinwire.wan/2", measured, targets_of(rows, options), note)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ are those of nets.py.
 """
 
 import copy
+import gc
 import io
 import os
 import signal
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -321,14 +323,48 @@ def test_what_ddp_would_do_otherwise_goes_through_the_hook(ddp, options):
 
 
 def on_compiled() -> tuple[int, bool]:
+    """Switching must not have the model compiled anew, which torch does only so often."""
     one = {"bucket_cap_mb": 25}  # torch.compile asks for a first bucket that is smaller
-    (model, wire), other = idle_model(ddp=one), DistributedDataParallel(net())
+    (model, wire), other = idle_model(Idle(every=5), ddp=one), DistributedDataParallel(net())
     compiled = torch.compile(model, backend="eager")
-    for step in range(8):
-        backward(compiled, step)
-        backward(other, step)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(20):
+            backward(compiled, step)
+            backward(other, step)
     return wire._reducer.ledger.steps_of_ddp, all_same(gradients(model), gradients(other))
 
 
 def test_a_compiled_model_follows():
-    assert ranks.run(on_compiled, ranks=2) == [(8 - SETTLED - 1, True)] * 2
+    """After each of three reports another step goes through the hook."""
+    assert ranks.run(on_compiled, ranks=2) == [(20 - SETTLED - 1 - 2 * 3 - 1, True)] * 2
+
+
+def on_dropped() -> list[bool]:
+    def trained() -> list[weakref.ref[Any]]:
+        model, wire = idle_model()
+        train(model, range(6))
+        assert wire._hook._hookless.next
+        return [weakref.ref(model), weakref.ref(named(model)["0.weight"])]
+
+    kept = trained()
+    gc.collect()
+    return [each() is not None for each in kept]
+
+
+def test_a_model_that_nobody_needs_any_more_is_freed():
+    assert ranks.run(on_dropped, ranks=2) == [[False, False]] * 2
+
+
+def on_lost_lane() -> tuple[str, str]:
+    """The connections for comparisons are gone; DDP has its own."""
+    model, wire = idle_model()
+    train(model, range(8))
+    wire._hook._direct_sums.channel.link.close()
+    first = attempt(model, 8)
+    return first, attempt(model, 9)
+
+
+def test_a_comparison_that_cannot_begin_is_told_when_ddp_has_ended():
+    for first, later in ranks.run(on_lost_lane, ranks=2):
+        assert first.startswith("PeerError: "), first
+        assert later.startswith("PeerError: "), later

@@ -29,6 +29,7 @@ from thinwire.policies import (
     Policy,
     PolicyContext,
     TensorInfo,
+    bandwidth,
     policy_of,
 )
 from thinwire.policies.codecs import CodecRow, shipped
@@ -479,6 +480,17 @@ def test_a_wrong_table_of_codecs_is_corrected():
     assert re.search(r"uncompressed +\d+ ms +\d+ ms  <- in use", words)
     forecast, measured = re.search(r"quantize:4 +(\d+) ms +(\d+) ms", words).groups()
     assert 0.5 < int(forecast) / int(measured) < 2, "the forecast has learnt"
+
+
+@pytest.mark.parametrize(
+    ("start", "slowly", "told"), [(0.03, True, True), (0.03, False, False), (0.0005, True, False)]
+)
+def test_who_is_far_away_is_told_of_what_tcp_forgets_in_pauses(monkeypatch, start, slowly, told):
+    monkeypatch.setattr(bandwidth, "starts_slowly_after_pauses", lambda: slowly)
+    link = SimulatedLink("auto")
+    for _ in range(20):
+        link.go(1e8, start=start)
+    assert ("tcp_slow_start_after_idle" in "\n".join(link.chooser.explain())) is told
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -22,6 +22,18 @@ def machine() -> Machine:
     )
 
 
+def starts_slowly_after_pauses() -> bool:
+    """Whether TCP forgets, in a pause, how much it may send at once; Linux does unless told not to.
+
+    Of the network namespace that this process is in.
+    """
+    setting = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+    try:
+        return setting.read_text().strip() != "0"
+    except OSError:
+        return False
+
+
 class Checkout(NamedTuple):
     """The checkout that this package is in.
 

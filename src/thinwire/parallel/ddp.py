@@ -328,6 +328,7 @@ class DDPHook:
             and passes - self._met < COMPARED
             and not (self._check_every and step % self._check_every == 0)
             and self._nothing_waits
+            and self._direct_sums.possible
             and self._may_leave_out_hook
         ):
             assert self._hookless is not None

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import torch_internals
 
+ATTRIBUTE = "_thinwire_reducers"  # of a DDP module that has two
+
 
 class HooklessPasses:
     """Switches a model between its reducer with the hook and one without.
@@ -40,8 +42,6 @@ class HooklessPasses:
     ) -> None:
         self._ddp, self._parameter = weakref.ref(ddp), parameter
         self._computed, self._ended, self._begins = computed, ended, begins
-        self._hooked = torch_internals.reducer_of(ddp)
-        self._plain: torch_internals.BucketReducer | None = None
         self._removable: list[Any] = []  # hooks that are there while passes go without ours
 
     @staticmethod
@@ -59,11 +59,22 @@ class HooklessPasses:
         ddp = self._ddp()
         if self.next or ddp is None or torch_internals.is_joining(ddp):
             return
-        if self._plain is None:
-            self._plain = torch_internals.reducer_without_hook(ddp)
-        torch_internals.use_reducer(ddp, self._plain)
+        reducers: _Reducers | None = getattr(ddp, ATTRIBUTE, None)
+        if reducers is None:
+            reducers = _Reducers(ddp)
+            setattr(ddp, ATTRIBUTE, reducers)
+        torch_internals.use_reducer(ddp, reducers.plain)
+        # The reducer holds the parameter where no garbage collector sees it: the hook must not hold
+        # the reducer.
+        passing = weakref.WeakMethod(self._passing)
+
+        def note(gradient: Tensor) -> None:
+            noted = passing()
+            if noted is not None:
+                noted(gradient)
+
         self._removable = [
-            self._parameter.register_post_accumulate_grad_hook(self._passing),
+            self._parameter.register_post_accumulate_grad_hook(note),
             ddp.register_forward_pre_hook(_Look(self._look)),
         ]
 
@@ -74,7 +85,7 @@ class HooklessPasses:
         for each in removable:
             each.remove()
         if removable and ddp is not None:
-            torch_internals.use_reducer(ddp, self._hooked)
+            torch_internals.use_reducer(ddp, getattr(ddp, ATTRIBUTE).hooked)
 
     def _look(self, ddp: Any) -> None:
         """Ranks that have joined the others early take part through the hook alone: a rank that
@@ -93,7 +104,27 @@ class HooklessPasses:
         """DDP's own callback comes before the one that is queued here."""
         begin = time.perf_counter()
         torch_internals.queue_callback(lambda: self._ended(time.perf_counter() - begin))
-        self._computed()
+        try:
+            self._computed()
+        except Exception as error:
+            failed = error  # DDP must be able to end its pass first
+
+            def raise_it() -> None:
+                raise failed
+
+            torch_internals.queue_callback(raise_it)
+
+
+class _Reducers:
+    """Both reducers of a model, which alone holds them: the one with the hook holds all that the
+    hook leads to, where no garbage collector sees it. A copy of the model has its own."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.hooked = torch_internals.reducer_of(ddp)
+        self.plain = torch_internals.reducer_without_hook(ddp)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 class _Look:

@@ -11,6 +11,7 @@ from thinwire import check
 from thinwire.collectives.probe import ProbeSize
 from thinwire.compressors import Compressor, Quantize, TopK
 from thinwire.formatting import show_rate
+from thinwire.machine import starts_slowly_after_pauses
 from thinwire.policies.base import (
     LISTENS_EVERY,
     Around,
@@ -62,6 +63,7 @@ LISTENING = 0.006  # the same, what listening to the others' doubts may take
 SURPRISE = 2.0  # times more or less on the network than before, twice: the link has changed
 MISJUDGED = 1.2  # times as long as was expected: perhaps the link is not what it was
 NEARLY = 1.2  # times the least that is as good when nothing fits: the lightest of them
+FAR = 0.005  # seconds of a meeting, from which on what TCP forgets in a pause costs several of them
 SMALLER = 1.2  # times fewer bytes than the rung before: otherwise a rung is no use
 STRONGEST = TopK(0.01) | Quantize(4)  # of Auto, where the optimizer is not like Adam
 _FIELDS = len(Measured._fields) + 1  # numbers of a rank: the last one says how fast its codecs are
@@ -483,8 +485,14 @@ class _Following(Chooser):
             f"moves {show_rate(8 * here.rate)}. A step computes for {1e3 * here.compute:.0f} "
             f"ms, of which {1e3 * here.window:.0f} ms can hide communication, and waits "
             f"{1e3 * here.waiting:.0f} ms for it.",
-            "A step, forecast from that and measured:",
         ]
+        if here.report > FAR and starts_slowly_after_pauses():
+            lines.append(
+                "The ranks are far apart, and this machine's TCP starts slowly after each pause: "
+                "set net.ipv4.tcp_slow_start_after_idle to 0 on all machines "
+                "(docs/guides/internet.md)."
+            )
+        lines.append("A step, forecast from that and measured:")
         names = [str(rung) for rung in self._rungs]
         width = max(len(names[i]) for i in self._usable)
         forecasts = self._all_forecasts()
