@@ -127,7 +127,7 @@ def _values(levels, base, unit, out):
 def _add(out, mode, x, packed, lows, scales, block, span, width, weight):
     one = scales.size == 1
     levels = np.empty(min(span, out.size), np.uint8)
-    values = np.empty(min(block, out.size), scales.dtype)
+    values = np.empty(min(span, out.size), scales.dtype)
     for lo in range(0, out.size, span):
         count = min(span, out.size - lo)
         begin = packed_bytes(lo, width)
@@ -136,8 +136,8 @@ def _add(out, mode, x, packed, lows, scales, block, span, width, weight):
             e = min(b + block, count)
             j = 0 if one else (lo + b) // block
             unit = 0.5 * np.float64(scales[j])
-            _values(levels[b:e], 0.5 * np.float64(lows[j]), unit, values[: e - b])
-            combine(out[lo + b : lo + e], mode, x[lo + b : lo + e], values[: e - b], weight)
+            _values(levels[b:e], 0.5 * np.float64(lows[j]), unit, values[b:e])
+        combine(out[lo : lo + count], mode, x[lo : lo + count], values[:count], weight)
 
 
 def add_affine(

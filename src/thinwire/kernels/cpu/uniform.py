@@ -188,7 +188,7 @@ def _values(levels, limit, scale, out):
 def _add(out, mode, x, packed, scales, block, span, limit, width, weight):
     one = scales.size == 1
     levels = np.empty(min(span, out.size), np.uint8)
-    values = np.empty(min(block, out.size), scales.dtype)
+    values = np.empty(min(span, out.size), scales.dtype)
     for lo in range(0, out.size, span):
         count = min(span, out.size - lo)
         begin = packed_bytes(lo, width)
@@ -196,8 +196,9 @@ def _add(out, mode, x, packed, scales, block, span, limit, width, weight):
         for b in range(0, count, block):
             e = min(b + block, count)
             scale = scales[0] if one else scales[(lo + b) // block]
-            _values(levels[b:e], limit, scale, values[: e - b])
-            combine(out[lo + b : lo + e], mode, x[lo + b : lo + e], values[: e - b], weight)
+            _values(levels[b:e], limit, scale, values[b:e])
+        # Not for each block: to begin a loop costs as much as 200 elements of it.
+        combine(out[lo : lo + count], mode, x[lo : lo + count], values[:count], weight)
 
 
 def add_uniform(
