@@ -384,6 +384,23 @@ def test_a_link_that_changes_is_followed(seed):
             assert set(again[80:]) == {"None"}
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_link_that_changes_right_after_a_try_is_followed(seed):
+    """Nothing was seen of uncompressed steps since they are back, but what they took before."""
+    link = SimulatedLink(STRONG, seed=seed)
+    for _ in range(40):
+        link.go(1e9)
+    for chooser in link.choosers:
+        chooser._rung = 0
+        chooser.begin_at(link.step + 1, "no faster")
+    begin = link.seconds
+    used = [link.go(2e7) for _ in range(60)]
+    took = link.seconds - begin
+    assert "None" not in used[12:]
+    best = 60 * 1.1 * min(link.seconds_with([rung], 2e7) for rung in LADDER)
+    assert took < 1.25 * best + 10 * link.seconds_with([None], 2e7)
+
+
 def test_a_link_that_got_much_slower_is_not_timed_with_as_many_bytes_as_before():
     """2 MB would take ten seconds."""
     link = SimulatedLink(STRONG)

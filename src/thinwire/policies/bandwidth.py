@@ -298,8 +298,10 @@ class _Following(Chooser):
     def _surprised(self, step: int, network: float, took: float) -> bool:
         """Whether this step is to be left out: the link has perhaps changed."""
         before, first = self._network, self._odd
+        # What it took when it was used before counts too: the link may change right after a try.
+        known = self._times[self._rung] if any(self._recent) or self._before else 0.0
         odd = bool(before) and _differ(network, before, NOTICEABLE * took)
-        odd = odd or (any(self._recent) and took > SURPRISE * self._times[self._rung])
+        odd = odd or 0 < SURPRISE * known < took
         self._odd = (network, took) if odd else (0.0, 0.0)
         if not odd:
             self._network = 0.5 * (before + network) if before else network
@@ -310,7 +312,7 @@ class _Following(Chooser):
             return True  # that is chance, and so are two that differ; who asked has seen one before
         self._forget()  # what others took says nothing of this link
         self._odd, self._network = (0.0, 0.0), network
-        self._conditions.doubt(network / before if before else 1.0)
+        self._conditions.doubt(network / before if before else took / known)
         self._forgotten = True
         self._wait, self._wanted = 0, PATIENCE  # what is known to be better need not wait
         return False
