@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import torch_internals
+from thinwire.parallel.step import raise_first
 
 ATTRIBUTE = "_thinwire_reducers"  # of a DDP module that has two
 
@@ -107,12 +108,8 @@ class HooklessPasses:
         try:
             self._computed()
         except Exception as error:
-            failed = error  # DDP must be able to end its pass first
-
-            def raise_it() -> None:
-                raise failed
-
-            torch_internals.queue_callback(raise_it)
+            errors: list[BaseException] = [error]  # DDP must be able to end its pass first
+            torch_internals.queue_callback(lambda: raise_first(errors))
 
 
 class _Reducers:
