@@ -437,14 +437,15 @@ def auto_policy(record: Record) -> list[str]:
     for workload in dict.fromkeys(cell["workload"] for cell in record.measured):
         cells = {c["link"]: c["methods"] for c in record.measured if c["workload"] == workload}
         steps = {
-            link: {row["method"]: 1e3 * statistics.median(row["seconds"]) for row in methods}
+            link: {row["method"]: 1e3 * row["step"] for row in methods}
             for link, methods in cells.items()
         }
         names = list(next(iter(steps.values())))
-        shown = [name for name in names if name in ("ddp", "none") or name.startswith("auto")]
+        plain = {"ddp": "plain DDP", "ddp again": "a second model of it"}
+        shown = [n for n in names if n in plain or n == "none" or n.startswith("auto")]
         for name in shown:
             cells_of = [f"{steps[link][name]:.0f}" if link in steps else "" for link in links]
-            rows.append([f"`{workload}`", "plain DDP" if name == "ddp" else f"`{name}`", *cells_of])
+            rows.append([f"`{workload}`", plain.get(name, f"`{name}`"), *cells_of])
         best = []
         for link in links:
             fixed = {k: v for k, v in steps.get(link, {}).items() if k not in shown}

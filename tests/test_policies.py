@@ -402,6 +402,31 @@ def test_a_link_that_changes_right_after_a_try_is_followed(seed):
     assert took < 1.25 * best + 10 * link.seconds_with([None], 2e7)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_link_that_changes_during_a_try_is_looked_at_before_anything_else_is_tried(seed):
+    """Uncompressed steps, which are known to be quick, would take 30 times as long as before."""
+    link = SimulatedLink(STRONG, seed=seed)
+    for _ in range(40):
+        link.go(1e9)
+    for chooser in link.choosers:
+        chooser._move(link.step, 1, chooser._expected())
+    used = [link.go(1e9), *(link.go(4e6) for _ in range(60))]
+    assert "None" not in used
+    assert used[-1] == str(LADDER[-1])
+
+
+def test_one_rank_that_is_late_once_is_no_reason_to_ask_all():
+    """Unless it is very late, or late again."""
+    link = SimulatedLink("auto")
+    for _ in range(60):
+        link.go(1e10, start=3e-4)
+    usual = Measured(0.1, 0.05, 0.0, 0.001, 0.0, 0.0, 2.0)
+    late, very_late = usual._replace(step=0.3), usual._replace(step=0.6)
+    doubts = link.chooser.doubts
+    assert [doubts(each) for each in (usual, late, usual, late, late)] == [False] * 4 + [True]
+    assert [doubts(each) for each in (usual, very_late)] == [False, True]
+
+
 def test_a_link_that_got_much_slower_is_not_timed_with_as_many_bytes_as_before():
     """2 MB would take ten seconds."""
     link = SimulatedLink(STRONG)

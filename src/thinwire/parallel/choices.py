@@ -72,6 +72,13 @@ class Choices:
         `begin`."""
         return False
 
+    def idle_when_heard(self, step: int) -> bool:
+        """The same, unless what ranks tell each other at this moment says otherwise: see `hear`."""
+        return False
+
+    def hear(self) -> None:
+        """Wait for what ranks tell each other: it counts from here. An error waits for `begin`."""
+
     def skip(self, step: int) -> None:
         """A step is left to DDP itself."""
 
@@ -210,17 +217,34 @@ class PolicyRunner(Choices):
         self._reports: tuple[int, GatherNumbers] | None = None  # after the last step, under way
         self._probe: LinkProbe | None = None  # under way, or ended and not told of
         self._failed: Handle | None = None  # the last exchange that did
+        self._error: Exception | None = None  # of `hear`, that nobody was told
         first = {name: chooser.choose(tensor, step) for name, tensor in tensors.items()}
         super().__init__(policy, tensors, first)
 
     def begin(self, step: int) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         self._learn()
         self._step = step
         self._choices = self._chosen(step)
 
     def idle(self, step: int) -> bool:
         # What ranks have told each other may change the choice.
-        return self._reports is None and self.chooser.idle(step)
+        return self._reports is None and self._idle(step)
+
+    def idle_when_heard(self, step: int) -> bool:
+        # A probe takes longer, and asks for a report after the next step.
+        return self._reports is not None and self._probe is None and self._idle(step)
+
+    def _idle(self, step: int) -> bool:
+        return self._error is None and self.chooser.idle(step)
+
+    def hear(self) -> None:
+        try:
+            self._learn()
+        except Exception as error:
+            self._error = error
 
     def skip(self, step: int) -> None:
         self._step = step
@@ -233,19 +257,24 @@ class PolicyRunner(Choices):
 
     def _learn(self) -> None:
         """Have learnt from all reports; a probe must not share the link with what comes next."""
+        for handle in self._under_way():
+            handle.wait_until_ended()  # Ctrl-C leaves them under way
         probe, self._probe = self._probe, None
         if probe is not None:
-            self._wait(probe.handle)
+            self._check(probe.handle)
             self._probe = probe  # its figures go out with the next report
         if self._reports is not None:
             (step, reports), self._reports = self._reports, None
-            self._wait(reports.handle)
+            self._check(reports.handle)
             self._ledger.add_bytes(reports.handle.account)
             self.doubts = False  # all have been heard
             self.chooser.learn(step, reports.rows)
 
-    def _wait(self, handle: Handle) -> None:
-        handle.wait_until_ended()
+    def _under_way(self) -> list[Handle]:
+        probe = [] if self._probe is None else [self._probe.handle]
+        return probe if self._reports is None else [*probe, self._reports[1].handle]
+
+    def _check(self, handle: Handle) -> None:
         if handle.exception() is not None:
             self._failed = handle
             handle.wait()
@@ -274,7 +303,8 @@ class PolicyRunner(Choices):
         if self.due(step):
             probe, self._probe = self._probe, None
             if probe is not None:
-                self._wait(probe.handle)
+                probe.handle.wait_until_ended()
+                self._check(probe.handle)
                 self._ledger.add_bytes(probe.handle.account)
                 measured = measured._replace(
                     probed=float(probe.probe_size.num_bytes),

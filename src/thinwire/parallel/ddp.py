@@ -54,6 +54,7 @@ ATTRIBUTE = "_thinwire_hook"  # of a DDP module that has one
 REPLAYS = 2  # DDP has formed its final buckets after so many backward passes
 SETTLED = 2  # passes without compression in which ranks have met, before one in which they do not
 COMPARED = 32  # passes after which they meet again
+COMPARED_OF_DDP = 4 * COMPARED  # the same, where nothing of ours was added up
 
 GradBucket = Any  # torch.distributed.GradBucket has no types
 Future = torch.futures.Future[Tensor]
@@ -322,19 +323,28 @@ class DDPHook:
     def _decide_on_the_next(self) -> None:
         """Whether the next pass goes through the hook; alike on all ranks."""
         step, passes, choices = self.wire.step + 1, self._uncompressed, self.wire._choices
+        idle, idle_when_heard = choices.idle(step), choices.idle_when_heard(step)
         if (
             passes > SETTLED
-            and choices.idle(step)
-            and passes - self._met < COMPARED
+            and (idle or idle_when_heard)
+            and passes - self._met < COMPARED_OF_DDP
             and not (self._check_every and step % self._check_every == 0)
             and self._nothing_waits
             and self._direct_sums.possible
             and self._may_leave_out_hook
         ):
             assert self._hookless is not None
-            self._hookless.begin()
+            if idle:
+                self._hookless.begin()
+            else:
+                self._hookless.decide_later(self._hear_first)
         else:
             self._go_through_hook()
+
+    def _hear_first(self) -> None:
+        """A forward pass begins, after a step in which ranks told each other their numbers."""
+        self.wire._choices.hear()
+        self._decide_on_the_next()
 
     @functools.cached_property
     def _may_leave_out_hook(self) -> bool:

@@ -44,6 +44,7 @@ class HooklessPasses:
         self._ddp, self._parameter = weakref.ref(ddp), parameter
         self._computed, self._ended, self._begins = computed, ended, begins
         self._removable: list[Any] = []  # hooks that are there while passes go without ours
+        self._undecided: Any = None  # the one that is there until the next forward pass begins
 
     @staticmethod
     def possible(ddp: DistributedDataParallel) -> bool:
@@ -57,6 +58,7 @@ class HooklessPasses:
 
     def begin(self) -> None:
         """Have the next passes go without the hook."""
+        self._decided()
         ddp = self._ddp()
         if self.next or ddp is None or torch_internals.is_joining(ddp):
             return
@@ -79,8 +81,22 @@ class HooklessPasses:
             ddp.register_forward_pre_hook(_Look(self._look)),
         ]
 
+    def decide_later(self, decide: Callable[[], None]) -> None:
+        """Have the next pass go through the hook, unless what is called when its forward pass
+        begins says otherwise."""
+        self.end()
+        ddp = self._ddp()
+        if ddp is not None:
+            self._undecided = ddp.register_forward_pre_hook(_Look(lambda _: decide()))
+
+    def _decided(self) -> None:
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None:
+            undecided.remove()
+
     def end(self) -> None:
         """Have the next passes go through the hook."""
+        self._decided()
         ddp, removable = self._ddp(), self._removable
         self._removable = []
         for each in removable:

@@ -24,7 +24,7 @@ from thinwire.policies.base import (
     TensorInfo,
     inner_compressor,
 )
-from thinwire.policies.forecast import FIRST, NOTICEABLE, Conditions, Forecast
+from thinwire.policies.forecast import FIRST, NOTICEABLE, SELDOM, Conditions, Forecast
 from thinwire.policies.ladder import Rung, ladder_of, steady_kinds, steady_ladder
 from thinwire.policies.schedule import WarmingUp
 
@@ -33,6 +33,7 @@ UNSEEN = 1  # of these are not looked at: buffers are made
 # The same of uncompressed steps: ranks meet in two of them before they add up directly. After
 # compressed ones it is one more, which sends what waits in residuals.
 UNSEEN_PLAIN = 2
+LONGEST_TRY = 4 * TRIAL  # steps, where the link seems to have changed and ranks look at that first
 KEPT = 5  # steps of which the median counts
 ENOUGH = 2  # steps that must have been looked at
 PATIENCE = 3  # reports in a row that must want the same
@@ -56,10 +57,8 @@ CLOSE = 1.5
 LOST = 0.01  # of the time since the last change, what a try may take longer than no try
 CLEAR = 1.25  # times as long as another strength takes: reason enough to leave at once
 DEAR = 1.5  # times as long as before: a try that need not go on
-# Of the time that passes, what reports may take, as long as a meeting is. In uncompressed steps of
-# DDP ranks ask for one when they need it, and would otherwise wake no threads.
-REPORTS, REPORTS_PLAIN = 0.004, 0.0004
-LISTENING = 0.006  # the same, what listening to the others' doubts may take
+REPORTS = 0.004  # of the time that passes, what reports may take, as long as a meeting is
+LISTENING = 0.003  # the same, what listening to the others' doubts may take
 SURPRISE = 2.0  # times more or less on the network than before, twice: the link has changed
 MISJUDGED = 1.2  # times as long as was expected: perhaps the link is not what it was
 NEARLY = 1.2  # times the least that is as good when nothing fits: the lightest of them
@@ -195,6 +194,8 @@ class _Following(Chooser):
         self._odd = (0.0, 0.0)  # network and step of the report before, if it was a surprise
         self._forgotten = False  # what was measured before the link changed, when that was noticed
         self._asked = 0  # the last step after which a rank wanted to hear the others
+        self._slow = False  # the last step, on this rank alone
+        self._checked = False  # the link, since a try seems to say that it has changed
         self._network = 0.0  # seconds on it with this rung
         self._recent = [0.0] * KEPT  # seconds of the last steps with this rung, 0 for none
         self._times = [0.0] * len(rungs)  # of a step with each rung, 0 where nothing is known
@@ -237,8 +238,9 @@ class _Following(Chooser):
 
     @property
     def _every(self) -> int:
-        """Steps from report to report."""
-        return self._conditions.every(REPORTS if self._rung else REPORTS_PLAIN)
+        """Steps from report to report. Of uncompressed ones, in which ranks ask if they need one,
+        those with a report are not DDP's own."""
+        return self._conditions.every(REPORTS) if self._rung else SELDOM
 
     def probes(self, step: int) -> ProbeSize | None:
         return self._conditions.probes(step, self._every)
@@ -251,7 +253,10 @@ class _Following(Chooser):
         return self._rung == 0 and not self.due(step)
 
     def doubts(self, measured: Measured) -> bool:
-        return 0 < SURPRISE * self._times[self._rung] < measured.step
+        known, before = self._times[self._rung], self._slow
+        self._slow = 0 < SURPRISE * known < measured.step
+        # One step that takes longer is often chance on a busy machine, unless it takes much longer.
+        return self._slow and (before or measured.step > SURPRISE**2 * known)
 
     def ask(self, step: int) -> None:
         self._asked = step
@@ -406,6 +411,8 @@ class _Following(Chooser):
         looked_at = sum(1 for each in self._recent if each)
         if (stay < TRIAL + self._unseen - UNSEEN or looked_at < ENOUGH) and not dear:
             return
+        if back >= 0 and stay <= LONGEST_TRY and self._link_is_doubtful(now, back):
+            return
         self._from = -1
         if back >= 0 and self._times[now] > MISJUDGED * self._promised:
             self._conditions.asked = True
@@ -428,6 +435,15 @@ class _Following(Chooser):
             rested = stay >= self._wait or expected[now] > CLEAR * expected[wanted]
             if self._wanted >= PATIENCE and rested and affordable:
                 self._move(step, wanted, expected)
+
+    def _link_is_doubtful(self, now: int, back: int) -> bool:
+        """Whether a try took much longer than all that is known: perhaps the link has changed while
+        it went on. One look at it tells, before anything else is tried."""
+        usual = max(self._promised, self._times[back])
+        if not self._checked and self._times[now] > SURPRISE * usual:
+            self._checked = True
+            self._conditions.doubt(self._times[now] / usual)
+        return self._checked and self._conditions.doubted
 
     def _at_most(self, rung: int) -> int:
         """This rung, or the strongest usable one that is lighter."""
@@ -471,6 +487,7 @@ class _Following(Chooser):
     def begin_at(self, step: int, why: str) -> None:
         """Tensors are sent with this rung from a step on."""
         self._since, self._from, self._wanted, self._odd = step, -1, 0, (0.0, 0.0)
+        self._checked = False
         self._network, self._recent = 0.0, [0.0] * KEPT
         self._before = self._times[self._rung]
         self._looks[self._rung] += 1
