@@ -575,6 +575,25 @@ def test_surprises_that_differ_are_chance():
     assert len(measured_of(link)) == 1, "two that agree"
 
 
+@pytest.mark.parametrize("spec", [STRONG, "auto"])
+def test_a_moment_in_which_the_machine_is_busy_is_forgotten_and_nothing_else(spec):
+    """Two slow steps ask for a look at the link, which is as it was."""
+    for seed in range(6):
+        link = SimulatedLink(spec, seed=seed)
+        used = [link.go(1e8) for _ in range(100)]
+        known, probes = measured_of(link), link.probes
+        assert len(known) >= 2
+        link.compute *= 4
+        for _ in range(2):
+            link.step = next(n for n in range(link.step, 1000) if link.chooser.due(n + 1))
+            link.go(1e8)
+        link.compute /= 4
+        after = [link.go(1e8) for _ in range(12)]
+        assert link.probes > probes
+        assert measured_of(link) >= known
+        assert changes([used[-1], *after]) <= 1, "but for a try for which it is time"
+
+
 def test_steps_in_which_ranks_meet_are_not_looked_at():
     """Uncompressed steps take longer there, and they are few."""
     link = SimulatedLink("auto:20", meets=0.08)

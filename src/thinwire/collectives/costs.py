@@ -7,7 +7,8 @@ which has the same functions in JavaScript (report/templates/plan.js, kept equal
 A round costs `start` seconds of software, `peer` seconds for each message of a rank, a round trip
 and its bytes at the narrowest place. That it is a round trip and not one way is gloo's doing: a
 message leaves when its receiver has said that it is ready, and both sides begin at the same time.
-Measured: 1.03 to 1.15 round trips for each (benchmarks/records/wan-2026-11-17.json).
+Measured: 1.03 to 1.12 round trips for each among two and four hosts, 1.5 among eight on two cores
+(benchmarks/records/wan-2026-11-18.json).
 
     meeting     a record from each rank straight to each, short messages along with it
     direct      a message from each rank straight to each

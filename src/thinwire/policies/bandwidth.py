@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from thinwire import check
 from thinwire.collectives.probe import ProbeSize
@@ -149,6 +149,17 @@ def _rungs_of(strongest: Compressor) -> tuple[Rung, ...]:
     return tuple(map(Rung, ladder_of(strongest)))
 
 
+class _Kept(NamedTuple):
+    """What was known before the link seemed to change; see `_Following`."""
+
+    times: list[float]
+    known: list[int]
+    looks: list[int]
+    wait: int
+    anew: bool
+    network: float
+
+
 class _Following(Chooser):
     """Goes up and down a ladder, by forecast and by what was measured.
 
@@ -193,6 +204,7 @@ class _Following(Chooser):
         self._wait = LOOK
         self._odd = (0.0, 0.0)  # network and step of the report before, if it was a surprise
         self._forgotten = False  # what was measured before the link changed, when that was noticed
+        self._kept: _Kept | None = None  # that, until it is known whether the link has changed
         self._asked = 0  # the last step after which a rank wanted to hear the others
         self._slow = False  # the last step, on this rank alone
         self._checked = False  # the link, since a try seems to say that it has changed
@@ -291,6 +303,7 @@ class _Following(Chooser):
         took = median(one.step for one in told)
         if self._surprised(step, network, took):
             return
+        self._remember(network, took)
         if self._conditions.ready:
             self._forecast_anew()
         self._note(step, took)
@@ -315,12 +328,34 @@ class _Following(Chooser):
         once = any(_differ(a, b, NOTICEABLE * took) for a, b in pairs)
         if once and step != self._asked:
             return True  # that is chance, and so are two that differ; who asked has seen one before
+        kept = _Kept(self._times, self._known, self._looks, self._wait, self._anew, before)
         self._forget()  # what others took says nothing of this link
+        self._kept = kept
         self._odd, self._network = (0.0, 0.0), network
         self._conditions.doubt(network / before if before else took / known)
         self._forgotten = True
         self._wait, self._wanted = 0, PATIENCE  # what is known to be better need not wait
         return False
+
+    def _remember(self, network: float, took: float) -> None:
+        """What was forgotten, if a step is again what it was: it was chance."""
+        kept, conditions = self._kept, self._conditions
+        if kept is None:
+            return
+        before = kept.times[self._rung]
+        same = before / SURPRISE < took < before * SURPRISE
+        here = kept.network
+        same = same and not (here and _differ(network, here, NOTICEABLE * took))
+        if not conditions.doubted or same:
+            self._kept = None  # the link was looked at, or need not be
+        if not same or self._link_version != conditions.link_version:
+            return
+        self._times = [now or then for now, then in zip(self._times, kept.times, strict=True)]
+        self._times[self._rung] = self._before = before
+        self._known = list(map(max, self._known, kept.known))
+        self._looks = list(map(max, self._looks, kept.looks))
+        self._recent, self._wait, self._anew = [0.0] * KEPT, kept.wait, kept.anew
+        self._wanted, self._forgotten = 0, False
 
     def _note(self, step: int, took: float) -> None:
         """What was measured of the strength in use."""
@@ -348,6 +383,7 @@ class _Following(Chooser):
         n = len(self._rungs)
         self._times, self._known, self._looks = [0.0] * n, [0] * n, [0] * n
         self._recent, self._before, self._network = [0.0] * KEPT, 0.0, 0.0
+        self._kept = None
         self._looks[self._rung], self._wait, self._from, self._anew = 1, LOOK, -1, True
 
     def _all_forecasts(self) -> list[float]:
