@@ -441,7 +441,7 @@ def auto_policy(record: Record) -> list[str]:
             for link, methods in cells.items()
         }
         names = list(next(iter(steps.values())))
-        plain = {"ddp": "plain DDP", "ddp again": "a second model of it"}
+        plain = {"ddp": "plain DDP", "ddp again": "plain DDP, a second model"}
         shown = [n for n in names if n in plain or n == "none" or n.startswith("auto")]
         for name in shown:
             cells_of = [f"{steps[link][name]:.0f}" if link in steps else "" for link in links]

@@ -209,12 +209,14 @@ def test_passes_that_only_accumulate_do_not_count():
 
 def on_interrupted(where: str) -> tuple[list[str], int, bool]:
     """Rank 0 is interrupted when DDP has waited, or in a pass through the hook that comes before
-    one of DDP's own."""
-    model, wire = idle_model()
-    train(model, range(SETTLED if where == "hook" else 8))
+    one of DDP's own; with a report or without."""
+    before = {"hook": SETTLED, "DDP's own": 8, "report": 7}[where]
+    model, wire = idle_model(Idle(every=8 if where == "report" else 1000))
+    train(model, range(before))
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patch:
-            target = (BackwardPass, "wait") if where == "hook" else (wire._hook._hookless, "_ended")
+            own = where == "DDP's own"
+            target = (wire._hook._hookless, "_ended") if own else (BackwardPass, "wait")
             patch.setattr(*target, lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 backward(model, 9)
@@ -226,13 +228,34 @@ def on_interrupted(where: str) -> tuple[list[str], int, bool]:
     return errors, wire.step, all_same(*everyone)
 
 
-@pytest.mark.parametrize("where", ["hook", "DDP's own"])
+@pytest.mark.parametrize("where", ["hook", "DDP's own", "report"])
 def test_training_goes_on_after_ctrl_c(where):
     """Eight passes went before DDP's own: it is one in which ranks listen."""
     for errors, step, alike in ranks.run(on_interrupted, where, ranks=2):
         assert not any(errors), errors
-        assert step == (SETTLED if where == "hook" else 8) + 11
+        assert step == {"hook": SETTLED, "DDP's own": 8, "report": 7}[where] + 11
         assert alike
+
+
+def on_evaluation() -> tuple[list[bool], list[str]]:
+    """Rank 0 evaluates when a report is under way, before the second reducer was made."""
+    model, wire = idle_model(Idle(every=SETTLED + 2))
+    train(model, range(1, SETTLED + 3))
+    if dist.get_rank() == 0:
+        with torch.inference_mode():
+            model(torch.zeros(8, 20))
+    left, errors = [], []
+    for step in range(SETTLED + 3, 14):
+        before = wire._reducer.ledger.steps_of_ddp
+        errors.append(attempt(model, step))
+        left.append(wire._reducer.ledger.steps_of_ddp > before)
+    return left, errors
+
+
+def test_an_evaluation_comes_before_the_first_pass_of_ddp():
+    for left, errors in ranks.run(on_evaluation, ranks=2):
+        assert not any(errors), errors
+        assert left[0]
 
 
 def on_unheard() -> tuple[list[int], list[int], str]:

@@ -576,22 +576,45 @@ def test_surprises_that_differ_are_chance():
 
 
 @pytest.mark.parametrize("spec", [STRONG, "auto"])
-def test_a_moment_in_which_the_machine_is_busy_is_forgotten_and_nothing_else(spec):
+@pytest.mark.parametrize(("compute", "network"), [(4, 1), (1, 6), (4, 6)])
+def test_a_moment_in_which_the_machine_is_busy_is_forgotten_and_nothing_else(
+    spec, compute, network
+):
     """Two slow steps ask for a look at the link, which is as it was."""
     for seed in range(6):
         link = SimulatedLink(spec, seed=seed)
         used = [link.go(1e8) for _ in range(100)]
         known, probes = measured_of(link), link.probes
         assert len(known) >= 2
-        link.compute *= 4
+        link.compute *= compute
         for _ in range(2):
             link.step = next(n for n in range(link.step, 1000) if link.chooser.due(n + 1))
-            link.go(1e8)
-        link.compute /= 4
+            link.go(1e8 / network, start=0.003 * network)
+        link.compute /= compute
         after = [link.go(1e8) for _ in range(12)]
         assert link.probes > probes
         assert measured_of(link) >= known
         assert changes([used[-1], *after]) <= 1, "but for a try for which it is time"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_try_that_meets_a_busy_moment_is_still_a_try(seed):
+    """It is no faster than uncompressed steps: it must not stay."""
+    link = SimulatedLink("auto", seed=seed, codec=0.055)
+    for _ in range(60):
+        link.go(1e9)
+    for chooser in link.choosers:
+        used = chooser._ladders.used
+        used._rung, used._wait = 0, 256
+        used._move(link.step, 1, used._expected())
+    tries = [link.go(1e9) for _ in range(3)]
+    link.compute *= 4
+    link.go(1e9)
+    link.go(1e9)
+    link.compute /= 4
+    after = [link.go(1e9) for _ in range(20)]
+    assert "None" not in tries
+    assert set(after[8:]) == {"None"}
 
 
 def test_steps_in_which_ranks_meet_are_not_looked_at():

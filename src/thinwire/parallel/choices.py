@@ -1,5 +1,6 @@
 """The compressor of each tensor in each step: fixed, or chosen by a policy as training goes on."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from glob import escape
 
@@ -217,7 +218,7 @@ class PolicyRunner(Choices):
         self._reports: tuple[int, GatherNumbers] | None = None  # after the last step, under way
         self._probe: LinkProbe | None = None  # under way, or ended and not told of
         self._failed: Handle | None = None  # the last exchange that did
-        self._error: Exception | None = None  # of `hear`, that nobody was told
+        self._error: BaseException | None = None  # outside of steps, which nobody was told
         first = {name: chooser.choose(tensor, step) for name, tensor in tensors.items()}
         super().__init__(policy, tensors, first)
 
@@ -241,10 +242,19 @@ class PolicyRunner(Choices):
         return self._error is None and self.chooser.idle(step)
 
     def hear(self) -> None:
+        with contextlib.suppress(Exception):
+            self._learn_outside()
+
+    def _learn_outside(self) -> None:
+        """The same as `_learn`, outside of steps: the next one fails if this does, so that other
+        ranks hear of it."""
+        for handle in self._under_way():
+            handle.wait_until_ended()  # after Ctrl-C here nothing is lost
         try:
             self._learn()
-        except Exception as error:
+        except BaseException as error:
             self._error = error
+            raise
 
     def skip(self, step: int) -> None:
         self._step = step
@@ -352,11 +362,11 @@ class PolicyRunner(Choices):
         return list(self._journal.decisions)
 
     def _next(self) -> Mapping[str, Choice]:
-        self._learn()
+        self._learn_outside()
         return self._chosen(self._step + 1)
 
     def state(self) -> list[float]:
-        self._learn()
+        self._learn_outside()
         return self.chooser.state()
 
     def load(self, state: Sequence[float], step: int) -> None:
@@ -368,7 +378,7 @@ class PolicyRunner(Choices):
         except Exception:
             self.chooser.load(before)
             raise
-        self._reports = self._probe = None
+        self._reports = self._probe = self._error = None
         self._step, self._choices = step, choices
 
 

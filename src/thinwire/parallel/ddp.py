@@ -346,6 +346,11 @@ class DDPHook:
         self.wire._choices.hear()
         self._decide_on_the_next()
 
+    def _decide_now(self) -> None:
+        """A forward pass begins, and with it the last moment to decide."""
+        if self._hookless is not None and self._hookless.undecided:
+            self._hear_first()
+
     @functools.cached_property
     def _may_leave_out_hook(self) -> bool:
         """Whether DDP by itself does all that was asked for: it has limits of its own, and a second
@@ -358,7 +363,7 @@ class DDPHook:
             return False
         first = next(iter(self._parameters.values()))
         self._hookless = HooklessPasses(
-            ddp, first, self._count_pass_of_ddp, self._end_pass_of_ddp, self._hear
+            ddp, first, self._count_pass_of_ddp, self._end_pass_of_ddp, self._hear_in_forward
         )
         log.info("%s: steps in which it has nothing to do are left to DDP itself", self.wire.policy)
         return True
@@ -411,6 +416,10 @@ class DDPHook:
             self.wire._choices.ask_next(self.wire.step)
         self._decide_on_the_next()
 
+    def _hear_in_forward(self) -> None:
+        self._hear()
+        self._decide_now()
+
     def _end_interrupted_pass(self) -> None:
         """What Ctrl-C left under way: if all went well the other ranks have counted the step."""
         left = self._pass
@@ -428,6 +437,7 @@ class DDPHook:
         measured = Measured(now - before, now - left.begin, 0.0, *left.totals())
         self.wire._choices.end(self.wire.step, measured, left.asked)
         self._decide_on_the_next()
+        self.wire._end_step()
 
     def _receive(self, arrived: dict[str, Tensor], bucket: GradBucket, sparse: bool) -> None:
         here = self._pass
@@ -487,7 +497,9 @@ class DDPHook:
             if went_well:
                 self._commit(done)
                 measured = Measured(end - before, begin - done.begin, end - begin, *done.totals())
+                # Before what may fail on this rank alone: the others wait for its numbers.
                 self.wire._choices.end(self.wire.step, measured, done.asked)
+                self.wire._end_step()
         except Exception as error:
             done.errors.append(error)
         if went_well:
@@ -506,6 +518,7 @@ class DDPHook:
 
         def wait(*_: Any) -> None:
             self._end_interrupted_pass()
+            self._decide_now()
             removable.remove()
 
         removable = ddp.register_forward_pre_hook(wait)
@@ -527,7 +540,6 @@ class DDPHook:
         """The whole step went well."""
         if done.direct is not None:
             self._reducer.ledger.note_again(done.direct, self._parts_of_layout())
-            self.wire._end_step()
             return
         done.commit()
         if self._replayed:
@@ -536,7 +548,6 @@ class DDPHook:
                 self._replayed = []
         else:
             self._layout = done.layout
-        self.wire._end_step()
 
     def _parts_of_layout(self) -> list[Parts]:
         """What a direct pass adds up: the same buckets as the pass before it."""

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,13 +59,14 @@ class HooklessPasses:
 
     def begin(self) -> None:
         """Have the next passes go without the hook."""
-        self._decided()
         ddp = self._ddp()
         if self.next or ddp is None or torch_internals.is_joining(ddp):
+            self._decided()
             return
         reducers: _Reducers | None = getattr(ddp, ATTRIBUTE, None)
         if reducers is None:
-            reducers = _Reducers(ddp)
+            with torch.inference_mode(False):  # perhaps a forward pass of an evaluation
+                reducers = _Reducers(ddp)
             setattr(ddp, ATTRIBUTE, reducers)
         torch_internals.use_reducer(ddp, reducers.plain)
         # The reducer holds the parameter where no garbage collector sees it: the hook must not hold
@@ -80,6 +82,12 @@ class HooklessPasses:
             self._parameter.register_post_accumulate_grad_hook(note),
             ddp.register_forward_pre_hook(_Look(self._look)),
         ]
+        self._decided()  # last: after Ctrl-C the next forward pass decides
+
+    @property
+    def undecided(self) -> bool:
+        """Whether that is decided when the next forward pass begins."""
+        return self._undecided is not None
 
     def decide_later(self, decide: Callable[[], None]) -> None:
         """Have the next pass go through the hook, unless what is called when its forward pass

@@ -158,6 +158,8 @@ class _Kept(NamedTuple):
     wait: int
     anew: bool
     network: float
+    rung: int
+    tried_from: int
 
 
 class _Following(Chooser):
@@ -301,9 +303,9 @@ class _Following(Chooser):
         if not network:
             return  # a group of one
         took = median(one.step for one in told)
+        self._remember(network, took)
         if self._surprised(step, network, took):
             return
-        self._remember(network, took)
         if self._conditions.ready:
             self._forecast_anew()
         self._note(step, took)
@@ -328,7 +330,10 @@ class _Following(Chooser):
         once = any(_differ(a, b, NOTICEABLE * took) for a, b in pairs)
         if once and step != self._asked:
             return True  # that is chance, and so are two that differ; who asked has seen one before
-        kept = _Kept(self._times, self._known, self._looks, self._wait, self._anew, before)
+        kept = _Kept(
+            *(self._times, self._known, self._looks, self._wait, self._anew, before),
+            *(self._rung, self._from),
+        )
         self._forget()  # what others took says nothing of this link
         self._kept = kept
         self._odd, self._network = (0.0, 0.0), network
@@ -343,7 +348,7 @@ class _Following(Chooser):
         if kept is None:
             return
         before = kept.times[self._rung]
-        same = before / SURPRISE < took < before * SURPRISE
+        same = self._rung == kept.rung and before / SURPRISE < took < before * SURPRISE
         here = kept.network
         same = same and not (here and _differ(network, here, NOTICEABLE * took))
         if not conditions.doubted or same:
@@ -355,6 +360,7 @@ class _Following(Chooser):
         self._known = list(map(max, self._known, kept.known))
         self._looks = list(map(max, self._looks, kept.looks))
         self._recent, self._wait, self._anew = [0.0] * KEPT, kept.wait, kept.anew
+        self._network, self._odd, self._from = here, (0.0, 0.0), kept.tried_from
         self._wanted, self._forgotten = 0, False
 
     def _note(self, step: int, took: float) -> None:
@@ -577,6 +583,8 @@ class _Following(Chooser):
         self._odd = (odd[0], odd[1])
         self._recent, self._times = rest[5 : 5 + KEPT], rest[5 + KEPT : 5 + KEPT + n]
         self._version, self._link_version = -1, self._conditions.link_version
+        self._asked, self._kept = 0, None
+        self._slow = self._checked = self._forgotten = False
         same = (rung, back) == (self._rung, self._from)  # and not another collective
         if not self._conditions.load(rest[5 + KEPT + n :]) or not same:
             self._forget()  # what was measured there says nothing here

@@ -451,6 +451,8 @@ class Conditions:
         codecs count."""
         self.codec, self._codec_known, self.extra = state[7], bool(state[8]), state[14]
         self.seen = 0  # a new process makes its connections and kernels anew
+        self.asked = self.doubted = self._second_glance = False
+        self._suspect = 0.0
         self.version += 1
         if state[0] != self.size:
             return False
