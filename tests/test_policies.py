@@ -358,6 +358,14 @@ def changes(used: list[str]) -> int:
     return sum(a != b for a, b in itertools.pairwise(used))
 
 
+def settled(seed: int) -> SimulatedLink:
+    """After some steps on a fast link."""
+    link = SimulatedLink(STRONG, seed=seed)
+    for _ in range(40):
+        link.go(1e9)
+    return link
+
+
 def test_a_fast_link_needs_no_compression():
     link = SimulatedLink(STRONG)
     assert {link.go(1e9) for _ in range(100)} == {"None"}
@@ -387,9 +395,7 @@ def test_a_link_that_changes_is_followed(seed):
 @pytest.mark.parametrize("seed", range(12))
 def test_a_link_that_changes_right_after_a_try_is_followed(seed):
     """Nothing was seen of uncompressed steps since they are back, but what they took before."""
-    link = SimulatedLink(STRONG, seed=seed)
-    for _ in range(40):
-        link.go(1e9)
+    link = settled(seed)
     for chooser in link.choosers:
         chooser._rung = 0
         chooser.begin_at(link.step + 1, "no faster")
@@ -405,9 +411,7 @@ def test_a_link_that_changes_right_after_a_try_is_followed(seed):
 @pytest.mark.parametrize("seed", range(12))
 def test_a_link_that_changes_during_a_try_is_looked_at_before_anything_else_is_tried(seed):
     """Uncompressed steps, which are known to be quick, would take 30 times as long as before."""
-    link = SimulatedLink(STRONG, seed=seed)
-    for _ in range(40):
-        link.go(1e9)
+    link = settled(seed)
     for chooser in link.choosers:
         chooser._move(link.step, 1, chooser._expected())
     used = [link.go(1e9), *(link.go(4e6) for _ in range(60))]

@@ -226,6 +226,7 @@ class PolicyRunner(Choices):
         error, self._error = self._error, None
         if error is not None:
             raise error
+        self._wait()
         self._learn()
         self._step = step
         self._choices = self._chosen(step)
@@ -248,8 +249,7 @@ class PolicyRunner(Choices):
     def _learn_outside(self) -> None:
         """The same as `_learn`, outside of steps: the next one fails if this does, so that other
         ranks hear of it."""
-        for handle in self._under_way():
-            handle.wait_until_ended()  # after Ctrl-C here nothing is lost
+        self._wait()
         try:
             self._learn()
         except BaseException as error:
@@ -265,10 +265,16 @@ class PolicyRunner(Choices):
     def _chosen(self, step: int) -> dict[str, Choice]:
         return {name: self.chooser.choose(tensor, step) for name, tensor in self.tensors.items()}
 
+    def _wait(self) -> None:
+        """For reports, and for a probe, which must not share the link with what comes next. After
+        Ctrl-C here nothing is lost."""
+        if self._probe is not None:
+            self._probe.handle.wait_until_ended()
+        if self._reports is not None:
+            self._reports[1].handle.wait_until_ended()
+
     def _learn(self) -> None:
-        """Have learnt from all reports; a probe must not share the link with what comes next."""
-        for handle in self._under_way():
-            handle.wait_until_ended()  # Ctrl-C leaves them under way
+        """From reports that have ended."""
         probe, self._probe = self._probe, None
         if probe is not None:
             self._check(probe.handle)
@@ -279,10 +285,6 @@ class PolicyRunner(Choices):
             self._ledger.add_bytes(reports.handle.account)
             self.doubts = False  # all have been heard
             self.chooser.learn(step, reports.rows)
-
-    def _under_way(self) -> list[Handle]:
-        probe = [] if self._probe is None else [self._probe.handle]
-        return probe if self._reports is None else [*probe, self._reports[1].handle]
 
     def _check(self, handle: Handle) -> None:
         if handle.exception() is not None:

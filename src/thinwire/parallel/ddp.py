@@ -346,11 +346,6 @@ class DDPHook:
         self.wire._choices.hear()
         self._decide_on_the_next()
 
-    def _decide_now(self) -> None:
-        """A forward pass begins, and with it the last moment to decide."""
-        if self._hookless is not None and self._hookless.undecided:
-            self._hear_first()
-
     @functools.cached_property
     def _may_leave_out_hook(self) -> bool:
         """Whether DDP by itself does all that was asked for: it has limits of its own, and a second
@@ -363,7 +358,7 @@ class DDPHook:
             return False
         first = next(iter(self._parameters.values()))
         self._hookless = HooklessPasses(
-            ddp, first, self._count_pass_of_ddp, self._end_pass_of_ddp, self._hear_in_forward
+            ddp, first, self._count_pass_of_ddp, self._end_pass_of_ddp, self._hear
         )
         log.info("%s: steps in which it has nothing to do are left to DDP itself", self.wire.policy)
         return True
@@ -415,10 +410,6 @@ class DDPHook:
         if heard.doubts:
             self.wire._choices.ask_next(self.wire.step)
         self._decide_on_the_next()
-
-    def _hear_in_forward(self) -> None:
-        self._hear()
-        self._decide_now()
 
     def _end_interrupted_pass(self) -> None:
         """What Ctrl-C left under way: if all went well the other ranks have counted the step."""
@@ -518,7 +509,8 @@ class DDPHook:
 
         def wait(*_: Any) -> None:
             self._end_interrupted_pass()
-            self._decide_now()
+            if self._hookless is not None and self._hookless.undecided:
+                self._hear_first()  # torch calls no hook that is added while it calls hooks
             removable.remove()
 
         removable = ddp.register_forward_pre_hook(wait)

@@ -158,7 +158,6 @@ class _Kept(NamedTuple):
     wait: int
     anew: bool
     network: float
-    rung: int
     tried_from: int
 
 
@@ -331,8 +330,7 @@ class _Following(Chooser):
         if once and step != self._asked:
             return True  # that is chance, and so are two that differ; who asked has seen one before
         kept = _Kept(
-            *(self._times, self._known, self._looks, self._wait, self._anew, before),
-            *(self._rung, self._from),
+            self._times, self._known, self._looks, self._wait, self._anew, before, self._from
         )
         self._forget()  # what others took says nothing of this link
         self._kept = kept
@@ -347,19 +345,16 @@ class _Following(Chooser):
         kept, conditions = self._kept, self._conditions
         if kept is None:
             return
-        before = kept.times[self._rung]
-        same = self._rung == kept.rung and before / SURPRISE < took < before * SURPRISE
-        here = kept.network
+        before, here = kept.times[self._rung], kept.network
+        same = before / SURPRISE < took < before * SURPRISE
         same = same and not (here and _differ(network, here, NOTICEABLE * took))
         if not conditions.doubted or same:
             self._kept = None  # the link was looked at, or need not be
         if not same or self._link_version != conditions.link_version:
             return
-        self._times = [now or then for now, then in zip(self._times, kept.times, strict=True)]
-        self._times[self._rung] = self._before = before
-        self._known = list(map(max, self._known, kept.known))
-        self._looks = list(map(max, self._looks, kept.looks))
-        self._recent, self._wait, self._anew = [0.0] * KEPT, kept.wait, kept.anew
+        self._times, self._known, self._looks = kept.times, kept.known, kept.looks
+        self._before, self._recent = before, [0.0] * KEPT
+        self._wait, self._anew = kept.wait, kept.anew
         self._network, self._odd, self._from = here, (0.0, 0.0), kept.tried_from
         self._wanted, self._forgotten = 0, False
 
@@ -529,7 +524,7 @@ class _Following(Chooser):
     def begin_at(self, step: int, why: str) -> None:
         """Tensors are sent with this rung from a step on."""
         self._since, self._from, self._wanted, self._odd = step, -1, 0, (0.0, 0.0)
-        self._checked = False
+        self._checked, self._kept = False, None
         self._network, self._recent = 0.0, [0.0] * KEPT
         self._before = self._times[self._rung]
         self._looks[self._rung] += 1
