@@ -9,7 +9,9 @@ loopback: what NoCompression costs over plain `dist.all_reduce`. Small: the same
 1,000 elements, with 2 and 4 ranks. On loopback with 2 to 8 ranks: how bytes grow. Stages: two hosts
 of one core each, with links of the rate at which a message takes as long as compressing and adding
 up, so that an exchange in which the two take turns needs twice as long as one in which they
-overlap; with one large tensor, and with five one behind the other.
+overlap; with one large tensor, and with five one behind the other. Beside them the floor: all that
+compressing and adding up while torch alone moves the same bytes, neither waiting for the
+other. What it takes longer than either is what TCP takes of the one core that both have.
 
 All candidates of a part take turns in every round; figures are medians over rounds of the slowest
 rank. All ranks share this machine's cores, which adds to the time of the compressed candidates on
@@ -22,6 +24,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +158,28 @@ def rank_stages(job: dict[str, Any]) -> None:
         )
         return time.perf_counter() - begin
 
-    works = (
-        {"codec": codec} if job["codec"] else {"1": lambda: exchange(1), "5": lambda: exchange(5)}
-    )
+    # One connection for each direction: on one, gloo lets messages that cross wait for each other.
+    directions = [dist.new_group([0, 1]) for _ in range(2)]
+
+    def floor() -> float:
+        """The codec and the transfer at the same time, with nothing of ours between them."""
+        message = torch.empty(job["frame"], dtype=torch.uint8)
+        came = torch.empty_like(message)
+        dist.barrier()
+        begin = time.perf_counter()
+        under_way = [
+            dist.irecv(came, 1 - rank, group=directions[1 - rank]),
+            dist.isend(message, 1 - rank, group=directions[rank]),
+        ]
+        codec()
+        for each in under_way:
+            each.wait()
+        return time.perf_counter() - begin
+
+    works: dict[str, Callable[[], float]] = {"codec": codec}
+    if not job["codec"]:
+        codec()  # says how long a message is
+        works = {"1": lambda: exchange(1), "5": lambda: exchange(5), "floor": floor}
     for turn in range(-2, job["rounds"]):
         for name, work in works.items():
             dist.barrier()
@@ -180,13 +202,13 @@ def stages(job: dict[str, Any], console: Console) -> tuple[list[dict[str, Any]],
         )
         rate = 8 * FULL * codec["frame"] / codec["seconds"]
         link = f"{rate / 1e6:.0f}mbit"
-        runs = [("1", "auto", "auto", False), ("5", "auto", "auto", False)]
+        runs = [(name, "auto", "auto", False) for name in ("1", "5", "floor")]
         moved = measure(
             f"{spec}: stages", Lab(2, link), {**own, "codec": False, "runs": runs}, console
         )
-        for row, what in zip(moved, ("one tensor", "five tensors"), strict=True):
+        found += [{"spec": spec, "link": link, "codec": codec["seconds"], **row} for row in moved]
+        for row, what in zip(moved, ("one tensor", "five tensors"), strict=False):
             over = row["seconds"] / codec["seconds"]
-            found.append({"spec": spec, "link": link, "codec": codec["seconds"], **row})
             targets.append(Target.at_most(f"{spec}, {what}: time over the longer half", over, 1.2))
     return found, targets
 
@@ -250,6 +272,18 @@ def growth_targets(found: dict[int, list[dict[str, Any]]]) -> list[Target]:
     return targets
 
 
+def stages_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="2 hosts, one core each, time over that of the codec and of the bytes")
+    for column in ("compressor", "link", "codec, ms", "what", "ms", "over the longer half"):
+        table.add_column(column, justify="left" if column in ("compressor", "what") else "right")
+    names = {"1": "one tensor", "5": "five tensors", "floor": "codec beside torch's transfer"}
+    for row in rows:
+        codec, whole = (f"{1e3 * row[key]:.1f}" for key in ("codec", "seconds"))
+        over = f"{row['seconds'] / row['codec']:.2f}"
+        table.add_row(row["spec"], row["link"], codec, names[row["name"]], whole, over)
+    return table
+
+
 def table_of(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title)
     dense = rows[0]["seconds"]
@@ -303,6 +337,7 @@ def main() -> int:
     if options.only in (None, "stages"):
         record["stages"], found_targets = stages(job, console)
         targets += found_targets
+        console.print(stages_table(record["stages"]))
     if options.only in (None, "loopback"):
         more = {**job, "rounds": 3 * options.rounds, "runs": LOOPBACK}
         rows = measure("loopback", Loopback(4), more, console)

@@ -14,6 +14,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from tensors import normal, same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.collectives.allreduce import AllReduce
 from thinwire.collectives.channel import Channel
+from thinwire.collectives.footprint import Footprint
 from thinwire.collectives.link import Link
 
 N = 50_000
@@ -131,9 +134,11 @@ def test_connections_lost_while_an_exchange_is_finished_are_the_next_ones_news()
     assert second.splitlines()[0] in later
 
 
-def on_separate(seconds: float) -> int:
+def on_separate(seconds: float, how: str) -> int:
     def calls() -> list[Any]:
         xs = [normal(N, i) for i in range(2)]
+        if how == "pieces":
+            xs = list(normal(2 * N).split(N))
         return [tw.all_reduce(x, "quantize:4", async_op=True, timeout=LIMIT) for x in xs]
 
     return on_two(seconds, calls)
@@ -142,27 +147,31 @@ def on_separate(seconds: float) -> int:
 def on_shared(seconds: float, how: str) -> int:
     def calls() -> list[Any]:
         x, r = normal(2 * N), torch.zeros(N)
-        given: list[dict[str, Any]] = [{}, {}]
+        more: list[dict[str, Any]] = [{}, {}]
         tensors = [normal(N, i) for i in range(2)]
         if how == "tensor":
-            tensors = [x[:N], x[N:]]  # one storage: who knows what else lies there
+            tensors = [x[:N], x[N - 1 : 2 * N - 1]]
+        elif how == "columns":  # nothing in common, but that takes more than their ends to see
+            tensors = list(x.view(N, 2).unbind(1))
         elif how == "residual":
-            given = [{"residual": r}, {"residual": r}]
+            more = [{"residual": r}, {"residual": r}]
         elif how == "limit":
-            given = [{"max_bytes": "1GB"}] * 2
+            more = [{"max_bytes": "1GB"}] * 2
         return [
-            tw.all_reduce(x, "quantize:4", async_op=True, timeout=LIMIT, **more)
-            for x, more in zip(tensors, given, strict=True)
+            tw.all_reduce(x, "quantize:4", async_op=True, timeout=LIMIT, **each)
+            for x, each in zip(tensors, more, strict=True)
         ]
 
     return on_two(seconds, calls)
 
 
-def test_the_next_exchange_is_prepared_while_one_is_under_way():
-    assert ranks.run(on_separate, LONG, ranks=2) == [1, 1]
+@pytest.mark.parametrize("how", ["tensors", "pieces"])
+def test_the_next_exchange_is_prepared_while_one_is_under_way(how):
+    """Also of another piece of the same flat tensor, as gradients often are."""
+    assert ranks.run(on_separate, LONG, how, ranks=2) == [1, 1]
 
 
-@pytest.mark.parametrize("how", ["tensor", "residual", "limit"])
+@pytest.mark.parametrize("how", ["tensor", "columns", "residual", "limit"])
 def test_not_where_they_share_memory_or_a_limit_counts_it(how):
     assert ranks.run(on_shared, 0.3, how, ranks=2) == [0, 0]
 
@@ -193,8 +202,9 @@ SPECS = ["quantize:4", "topk:0.05", "onebit", "powersgd:2", "none", "topk:0.1|qu
 def on_a_queue(seed: int) -> list[torch.Tensor]:
     """Many exchanges at once, some of the same tensors and residuals, in one order everywhere."""
     me, choose = dist.get_rank(), torch.Generator().manual_seed(seed)
-    tensors = [normal(3000, 10 * me + i).view(60, 50) for i in range(4)]
-    residuals = [torch.zeros(60, 50) for _ in range(4)]
+    tensors = [normal(3000, 10 * me + i).view(60, 50) for i in range(2)]
+    tensors += normal(6000, 10 * me + 2).view(120, 50).split(60)  # of one storage
+    residuals = [*torch.zeros(2, 60, 50), *(torch.zeros(60, 50) for _ in range(2))]
     handles = []
     for _ in range(24):
         i, spec = (int(torch.randint(n, (), generator=choose)) for n in (4, len(SPECS)))
@@ -232,6 +242,45 @@ def on_one_by_one(seed: int) -> list[torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AllReduce, "start", waiting)
         return on_a_queue(seed)
+
+
+STORAGE = 30
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, STORAGE), st.integers(0, 5), st.integers(1, 3))), st.data()
+)
+def test_footprints_meet_where_elements_do(stretches, data):
+    """Against sets of addresses; a tensor with gaps counts as if it had none."""
+    storage = torch.zeros(2 * STORAGE)
+    places = torch.arange(2 * STORAGE)
+
+    def views(of: torch.Tensor) -> list[torch.Tensor]:
+        return [of[begin : begin + count * step : step] for begin, count, step in stretches]
+
+    filled = [
+        set(range(int(each[0]), int(each[-1]) + 1)) if each.numel() else set()
+        for each in views(places)
+    ]
+    left = [data.draw(st.booleans()) for _ in stretches]
+    sides = [
+        [view for view, mine in zip(views(storage), left, strict=True) if mine is side]
+        for side in (True, False)
+    ]
+    elements = [
+        set().union(*(own for own, mine in zip(filled, left, strict=True) if mine is side))
+        for side in (True, False)
+    ]
+    a, b = (Footprint([None, *side]) for side in sides)
+    assert a.meets(b) == b.meets(a) == bool(elements[0] & elements[1])
+    assert a.meets(a | b) == bool(elements[0])
+
+
+def test_footprints_meet_where_they_share_an_object():
+    state, other = object(), object()
+    assert Footprint([], [state]).meets(Footprint([], [other, state]))
+    assert not Footprint([], [state]).meets(Footprint([], [other]))
+    assert (Footprint([], [state]) | Footprint([], [other])).meets(Footprint([], [other]))
 
 
 def on_an_error() -> tuple[list[str], bool, bool]:

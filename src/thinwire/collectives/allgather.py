@@ -8,7 +8,8 @@ from torch import Tensor
 from thinwire.collectives.algorithm import StreamAlgorithm, ToAll
 from thinwire.collectives.allreduce import check_writable
 from thinwire.collectives.channel import place_of
-from thinwire.collectives.exchange import Exchange, describe, describe_all, storages
+from thinwire.collectives.exchange import Exchange, describe, describe_all
+from thinwire.collectives.footprint import Footprint, overlap
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import guard
 from thinwire.collectives.message import LENGTH, Expected, max_message_bytes, unbundle
@@ -111,8 +112,8 @@ class AllGather(Exchange):
     def kernel_uses(self) -> list[KernelUse]:
         return uses_of([self._compressor], [self._input.dtype], self.device)
 
-    def memory(self) -> set[int] | None:
-        return storages([self._input, self._residual, *self._places])
+    def footprint(self) -> Footprint | None:
+        return Footprint([self._input, self._residual, *self._places])
 
     def prepare(self) -> None:
         self.handle.account.collective = "all_gather"
@@ -163,8 +164,8 @@ class GatherPayloads(StreamAlgorithm, ToAll):
         """Where a tensor would be read after another was written over it, and where one is not
         contiguous."""
         own = self._places[self.rank].data_ptr() == self._part.x.data_ptr()
-        apart = own or storages([self._part.x]).isdisjoint(storages(self._places))
-        return not apart or not all(place.is_contiguous() for place in self._places)
+        mixed = not own and any(overlap(self._part.x, place) for place in self._places)
+        return mixed or not all(place.is_contiguous() for place in self._places)
 
     def sliced(self, count: int) -> "list[GatherPayloads]":
         """The same for each of so many slices of all tensors, or for fewer: itself where these

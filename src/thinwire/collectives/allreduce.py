@@ -16,9 +16,9 @@ from thinwire.collectives.exchange import (
     describe_compressors,
     describe_key,
     describe_residuals,
-    storages,
 )
 from thinwire.collectives.flat import algorithm_for, collective_for
+from thinwire.collectives.footprint import Footprint, overlap
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.hierarchical import Hierarchical
 from thinwire.collectives.memory import guard
@@ -256,8 +256,8 @@ class AllReduce(Exchange):
         used = [*self._used_compressors, *(() if self._nodes is None else (self._nodes.inner,))]
         return uses_of(used, {tensor.dtype for tensor in self._tensors}, self.device)
 
-    def memory(self) -> set[int] | None:
-        return storages([*self._tensors, *self._residuals])
+    def footprint(self) -> Footprint | None:
+        return Footprint([*self._tensors, *self._residuals])
 
     def prepare(self) -> None:
         self._flat = FlatTensors(
@@ -356,18 +356,5 @@ def check_writable(tensors: Sequence[Tensor], residuals: Sequence[Tensor | None]
                 "torch.inference_mode() first"
             )
     for residual in given:
-        if any(_overlap(tensor, residual) for tensor in tensors):
+        if any(overlap(tensor, residual) for tensor in tensors):
             raise ValueError("a residual lies in the memory of its tensor: give it its own")
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors may have elements in common; strides are not looked at."""
-    if a.device != b.device or not a.numel() or not b.numel():
-        return False
-    begin, other = a.data_ptr(), b.data_ptr()
-    return begin < _end(b) if begin > other else other < _end(a)
-
-
-def _end(tensor: Tensor) -> int:
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -4,7 +4,7 @@ import contextlib
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from thinwire.collectives.channel import Channel, channel_of, process_group
 from thinwire.collectives.compiling import compile_among
 from thinwire.collectives.connect import GivenUpError
+from thinwire.collectives.footprint import Footprint
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.link import BackendRefusedError, Link
 from thinwire.collectives.options import Options
@@ -197,8 +198,8 @@ class Exchange(ABC):
                 link.close()
             raise
 
-    def memory(self) -> set[int] | None:
-        """What tells apart the memory that its stages read and write; None if that is not known."""
+    def footprint(self) -> Footprint | None:
+        """What its stages read and write; None if that is not known."""
         return None
 
     def may_run_beside(self, other: "Exchange") -> bool:
@@ -209,8 +210,8 @@ class Exchange(ABC):
         """
         if self.options.max_bytes is not None or self.device.type == "cuda":
             return False
-        mine, others = self.memory(), other.memory()
-        return mine is not None and others is not None and mine.isdisjoint(others)
+        mine, others = self.footprint(), other.footprint()
+        return mine is not None and others is not None and not mine.meets(others)
 
     def prepare_early(self) -> None:
         """`prepare` before its turn, or before the others have come; what it raises comes out
@@ -279,12 +280,6 @@ def _one_device(tensors: Sequence[Tensor]) -> torch.device:
         raise ValueError(f"all tensors of a call must be on one device, got {found}")
     (device,) = devices
     return device
-
-
-def storages(tensors: Iterable[Tensor | None]) -> set[int]:
-    """Where the memory of tensors begins."""
-    found = {each.untyped_storage().data_ptr() for each in tensors if each is not None}
-    return found - {0}
 
 
 # What ranks compare, in words.

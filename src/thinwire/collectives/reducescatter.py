@@ -11,8 +11,8 @@ from thinwire.collectives.exchange import (
     describe_all,
     describe_key,
     describe_residuals,
-    storages,
 )
+from thinwire.collectives.footprint import Footprint
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.memory import guard
 from thinwire.collectives.options import Group, Options, ReduceOp, Timeout
@@ -110,8 +110,8 @@ class ReduceScatter(Exchange):
     def kernel_uses(self) -> list[KernelUse]:
         return uses_of([self._compressor], [self._output.dtype], self.device)
 
-    def memory(self) -> set[int] | None:
-        return storages([self._output, *self._inputs, *self._residuals])
+    def footprint(self) -> Footprint | None:
+        return Footprint([self._output, *self._inputs, *self._residuals])
 
     def prepare(self) -> None:
         self.handle.account.collective = SCATTER

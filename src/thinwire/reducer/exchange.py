@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.allreduce import AllReduce
-from thinwire.collectives.exchange import Details, storages
+from thinwire.collectives.exchange import Details
+from thinwire.collectives.footprint import Footprint
 from thinwire.collectives.options import Options
 from thinwire.collectives.transport import LISTED, Transport
 from thinwire.compressors import Compressor
@@ -135,12 +136,13 @@ class UnitExchange(AllReduce):
 
     # The stages.
 
-    def memory(self) -> set[int] | None:
-        found = super().memory()
+    def footprint(self) -> Footprint | None:
+        found = super().footprint()
         if found is None or self._asks_for_unused:
             return None  # what is prepared depends on the other ranks
-        found |= storages(piece for unit in self.units for piece in unit.pieces)
-        return found | {id(each.state) for each in self.updates if each.state is not None}
+        pieces = (piece for unit in self.units for piece in unit.pieces)
+        states = (each.state for each in self.updates if each.state is not None)
+        return found | Footprint(pieces, states)
 
     @property
     def _asks_for_unused(self) -> bool:
