@@ -39,6 +39,7 @@ METHODS = (
 RATES = (0.5, 1.0, 2.0)  # times the workload's learning rate
 RATE = 3e-3  # the workload's
 TUNING_SEED = 100
+PATIENCE = 900.0  # seconds without a step: this study may run beside others, or be stopped a while
 BEYOND = {"adam-update": (3.0, 60.0), "averages": (2.0, 80.0), "few": (5.0, 1000.0)}
 NOTE = "times of a step on loopback mean little: all ranks share this machine's cores"
 
@@ -60,6 +61,7 @@ def compare(
         seeds=seeds,
         evaluations=1,
         project=True,
+        patience=PATIENCE,
     )
     comparison = Comparison(settings)
     with shown(comparison.methods, len(seeds)) as watcher:
