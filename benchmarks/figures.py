@@ -306,7 +306,7 @@ def method_costs(record: Record) -> list[str]:
 def collectives(record: Record) -> list[str]:
     rows = record.measured["slow"]
     dense = rows[0]["seconds"]
-    return table(
+    slow = table(
         ("all-reduce", "ms, median (lowest to highest)", "times faster", "MB on each link"),
         (
             [
@@ -314,6 +314,31 @@ def collectives(record: Record) -> list[str]:
                 between(1e3 * row["seconds"], 1e3 * row["lowest"], 1e3 * row["highest"]),
                 times(dense / row["seconds"]),
                 f"{row['counted_bytes'] / 1e6:.1f}",
+            ]
+            for row in rows
+        ),
+    )
+    return [*slow, "", f"{ONE_CORE}:", "", *stages(record.measured["stages"])]
+
+
+ONE_CORE = (
+    "Two hosts of one core each, with links on which a message takes as long as compressing and "
+    "adding up. The floor is all that computing while torch alone moves the same bytes, neither "
+    "waiting for the other"
+)
+
+
+def stages(rows: list[dict[str, Any]]) -> list[str]:
+    names = {"1": "one tensor of 40 MB", "5": "five tensors of 8 MB", "floor": "floor"}
+    return table(
+        ("compressor", "link", "exchange", "ms, median (lowest to highest)", "over either half"),
+        (
+            [
+                f"`{row['spec']}`",
+                row["link"],
+                names[row["name"]],
+                between(1e3 * row["seconds"], 1e3 * row["lowest"], 1e3 * row["highest"]),
+                f"{row['seconds'] / row['codec']:.2f}",
             ]
             for row in rows
         ),
