@@ -176,10 +176,10 @@ def rank_stages(job: dict[str, Any]) -> None:
             each.wait()
         return time.perf_counter() - begin
 
+    codec()  # says how long a message is
     works: dict[str, Callable[[], float]] = {"codec": codec}
     if not job["codec"]:
-        codec()  # says how long a message is
-        works = {"1": lambda: exchange(1), "5": lambda: exchange(5), "floor": floor}
+        works |= {"1": lambda: exchange(1), "5": lambda: exchange(5), "floor": floor}
     for turn in range(-2, job["rounds"]):
         for name, work in works.items():
             dist.barrier()
@@ -202,13 +202,15 @@ def stages(job: dict[str, Any], console: Console) -> tuple[list[dict[str, Any]],
         )
         rate = 8 * FULL * codec["frame"] / codec["seconds"]
         link = f"{rate / 1e6:.0f}mbit"
-        runs = [(name, "auto", "auto", False) for name in ("1", "5", "floor")]
-        moved = measure(
+        runs = [(name, "auto", "auto", False) for name in ("codec", "1", "5", "floor")]
+        again, *moved = measure(
             f"{spec}: stages", Lab(2, link), {**own, "codec": False, "runs": runs}, console
         )
-        found += [{"spec": spec, "link": link, "codec": codec["seconds"], **row} for row in moved]
+        # The codec once more, in turn with the exchanges: the machine may have become slower.
+        longer = max(again["seconds"], 8 * FULL * codec["frame"] / parse_rate(link))
+        found += [{"spec": spec, "link": link, "longer": longer, **row} for row in moved]
         for row, what in zip(moved, ("one tensor", "five tensors"), strict=False):
-            over = row["seconds"] / codec["seconds"]
+            over = row["seconds"] / longer
             targets.append(Target.at_most(f"{spec}, {what}: time over the longer half", over, 1.2))
     return found, targets
 
@@ -273,14 +275,14 @@ def growth_targets(found: dict[int, list[dict[str, Any]]]) -> list[Target]:
 
 
 def stages_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="2 hosts, one core each, time over that of the codec and of the bytes")
-    for column in ("compressor", "link", "codec, ms", "what", "ms", "over the longer half"):
+    table = Table(title="2 hosts, one core each: over the longer of codec and bytes")
+    for column in ("compressor", "link", "half, ms", "what", "ms", "over it"):
         table.add_column(column, justify="left" if column in ("compressor", "what") else "right")
     names = {"1": "one tensor", "5": "five tensors", "floor": "codec beside torch's transfer"}
     for row in rows:
-        codec, whole = (f"{1e3 * row[key]:.1f}" for key in ("codec", "seconds"))
-        over = f"{row['seconds'] / row['codec']:.2f}"
-        table.add_row(row["spec"], row["link"], codec, names[row["name"]], whole, over)
+        half, whole = (f"{1e3 * row[key]:.1f}" for key in ("longer", "seconds"))
+        over = f"{row['seconds'] / row['longer']:.2f}"
+        table.add_row(row["spec"], row["link"], half, names[row["name"]], whole, over)
     return table
 
 
