@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import random
 import re
 
@@ -15,9 +16,10 @@ from rows import ROWS, Row
 from tensors import FLOATS, INTEGERS, Case, bits, cases, content, lay, normal, real_of, same
 
 import thinwire as tw
-from thinwire.compressors import JointCompressor, SparseCompressor
+from thinwire.compressors import JointCompressor, SparseCompressor, cast
 from thinwire.frames import longest_frame
 from thinwire.frames.header import header_bytes
+from thinwire.frames.values import PIECE
 
 KEY = tw.Key(seed=7, step=11, tensor=13)
 LONG = 300_007  # elements: enough for three threads to share, and no multiple of anything
@@ -555,3 +557,16 @@ def test_cases_are_what_they_claim():
     assert all(same(lay(t, layout).contiguous(), t) for layout in ("transposed", "strided"))
     assert not any(lay(t, layout).is_contiguous() for layout in ("transposed", "strided"))
     assert isinstance(Case(t, t, t).total, torch.Tensor)
+
+
+@pytest.mark.parametrize("spec", ["cast:fp16", "cast:bf16", "cast:fp8"])
+@pytest.mark.parametrize("special", [1.0, 1e30, -1e30, math.nan])
+def test_a_cast_comes_to_the_same_at_once_as_in_pieces(monkeypatch, spec, special):
+    x = normal(3 * PIECE + 7)
+    x[-1] = special  # 1e30 is too large for half precision
+    payloads = []
+    for large in (1, 1 << 40):
+        monkeypatch.setattr(cast, "LARGE", large)
+        payloads.append(tw.parse(spec).encode(x))
+    assert payloads[0].non_finite == payloads[1].non_finite == math.isnan(special)
+    assert same(tw.pack(payloads[0]), tw.pack(payloads[1]))
