@@ -14,6 +14,10 @@ from thinwire.kernels.cpu.source import Source
 from thinwire.kernels.cpu.uniform import RUN, SPAN, TINY, span_of
 from thinwire.kernels.key import Key
 
+# With random words as few elements at once: then words, sums and levels all stay in the first-level
+# cache.
+NEAR = 512
+
 
 @jit
 def _load_extent(x, r, buffer):
@@ -105,7 +109,7 @@ def encode_affine(
         lows[0] = extent[0]
         scales[0] = _scale(*extent, float((1 << width) - 1), *bounds)
     packed = np.empty(packed_bytes(n, width), np.uint8)
-    words, span = key_words(key), span_of(each, width, key is not None)
+    words, span = key_words(key), span_of(each, SPAN if key is None else NEAR)
 
     def work(lo, hi, xs, rs):
         skip = 0 if given else lo // each
@@ -156,7 +160,7 @@ def add_affine(
     o, levels, low, scale = out.numpy(), packed.numpy(), lows.numpy(), scales.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
     each = RUN if block is None else block
-    w, span = o.dtype.type(weight), span_of(each, width)
+    w, span = o.dtype.type(weight), span_of(each)
 
     def work(lo, hi, other, _):
         cut = slice(None) if scale.size == 1 else slice(lo // each, -(-hi // each))

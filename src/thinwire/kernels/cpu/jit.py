@@ -162,17 +162,6 @@ def load(x, r, buffer):
 
 
 @jit
-def load_peak(x, r, buffer):
-    """buffer = x + r; return the bits of the largest magnitude."""
-    top = magnitude(x.dtype.type(0))
-    for i in range(buffer.size):
-        p = x[i] + r[i] if r.size else x[i]
-        buffer[i] = p
-        top = max(top, magnitude(p))
-    return top
-
-
-@jit
 def combine(out, mode, x, values, weight):
     """out += weight * values, after keeping out, zeroing it or adding x to it.
 

@@ -16,6 +16,9 @@ from thinwire.kernels.key import Key
 u32, u64 = np.uint32, np.uint64
 GROUP = 512
 ROUNDS = 8
+# Of the hash; the i-th element of a group begins with i times the stride.
+STRIDE = 0x9E3779B1
+SHIFTS, MULTIPLIERS = (17, 11, 15, 14), (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
 
 
 @jit
@@ -35,19 +38,32 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @jit
-def fill_group(group, key, out):
-    """out = the first words of one group."""
+def group_keys(group, key):
+    """The three keys of one group."""
     high = u32(group >> 32) ^ key[4]
     k0, k1, k2, _ = philox(u32(group), high, key[0], key[1], key[2], key[3])
+    return k0, k1, k2
+
+
+@jit
+def word_of(index, keys):
+    """The word of one element of a group."""
+    v = u32(u32(u32(index) * u32(STRIDE)) + keys[0])
+    v = u32(v ^ (v >> u32(SHIFTS[0])))
+    v = u32(u32(v * u32(MULTIPLIERS[0])) ^ keys[1])
+    v = u32(v ^ (v >> u32(SHIFTS[1])))
+    v = u32(v * u32(MULTIPLIERS[1]))
+    v = u32(v ^ (v >> u32(SHIFTS[2])))
+    v = u32(v * u32(MULTIPLIERS[2]))
+    return u32(v ^ (v >> u32(SHIFTS[3])) ^ keys[2])
+
+
+@jit
+def fill_group(group, key, out):
+    """out = the first words of one group."""
+    keys = group_keys(group, key)
     for i in range(out.size):
-        v = u32(u32(u32(i) * u32(0x9E3779B1)) + k0)
-        v = u32(v ^ (v >> u32(17)))
-        v = u32(u32(v * u32(0xED5AD4BB)) ^ k1)
-        v = u32(v ^ (v >> u32(11)))
-        v = u32(v * u32(0xAC4C1B51))
-        v = u32(v ^ (v >> u32(15)))
-        v = u32(v * u32(0x31848BAB))
-        out[i] = u32(v ^ (v >> u32(14)) ^ k2)
+        out[i] = word_of(i, keys)
 
 
 @jit

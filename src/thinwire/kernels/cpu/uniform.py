@@ -18,45 +18,67 @@ from thinwire.kernels.cpu.jit import (
     combine,
     from_magnitude,
     jit,
-    load_peak,
     magnitude,
     power_above,
-    sum_jit,
 )
-from thinwire.kernels.cpu.levels import TRITS, pack, packed_bytes, unpack
-from thinwire.kernels.cpu.random import fill, key_words
+from thinwire.kernels.cpu.levels import pack, packed_bytes, unpack
+from thinwire.kernels.cpu.random import GROUP, group_keys, key_words, word_of
 from thinwire.kernels.cpu.source import Source
+from thinwire.kernels.cpu.vectors import (
+    WORD,
+    load_peak,
+    load_sum_peak,
+    nearest,
+    squares,
+    stochastic,
+)
 from thinwire.kernels.key import Key
 
 RUN = 512  # elements handled at once when one scale serves the whole tensor
 SPAN = 5120  # elements handled at once, in the cache; a multiple of 5, 8 and 512
-# With random words as few as those come in: then words, sums and levels all stay in the first-level
-# cache, and QSGD takes a quarter less.
-NEAR = 512
 TINY = {np.dtype(np.float32): 2.0**-118, np.dtype(np.float64): 2.0**-800}
 PEAK, NORM, GIVEN, POWER = 0, 1, 2, 3
 RULES = {"max": PEAK, "l2": NORM, "given": GIVEN, "power": POWER}
 
 
-def span_of(block: int, width: int, random: bool = False) -> int:
+def span_of(block: int, most: int = SPAN) -> int:
     """Elements handled at once: whole blocks, whole bytes."""
-    return block * max(1, (NEAR if random and width != TRITS else SPAN) // block)
-
-
-@sum_jit
-def _squares(buffer, unit):
-    total = 0.0
-    for i in range(buffer.size):
-        v = np.float64(buffer[i]) * unit
-        total += v * v
-    return total
+    return block * max(1, most // block)
 
 
 @jit
-def _norm(buffer, peak, highest):
-    """The L2 norm, at most the largest finite number (any bound of all |v| is a valid scale)."""
-    wide = np.float64(peak)
-    return min(wide * np.sqrt(_squares(buffer, 1.0 / wide)), highest)
+def _load(x, r, lo, buffer, begin, end, to):
+    """buffer[to + i] = x + r of element lo + i, for i from begin to end; return the bits of the
+    largest magnitude."""
+    top, at = magnitude(x.dtype.type(0)), begin
+    while at + WORD <= end:
+        if r.size:
+            top = max(top, load_sum_peak(x, r, lo + at, buffer, to + at))
+        else:
+            top = max(top, load_peak(x, lo + at, buffer, to + at))
+        at += WORD
+    own, other = x[lo + at : lo + end], r[lo + at : lo + end]
+    out = buffer[to + at : to + end]
+    for i in range(own.size):
+        p = own[i] + other[i] if r.size else own[i]
+        out[i] = p
+        top = max(top, magnitude(p))
+    return top
+
+
+@jit
+def _square(buffer, begin, end, peak):
+    """The sum of squares in units of the largest magnitude, so that none overflows; always added in
+    the same order."""
+    if not peak > 0:
+        return 0.0
+    unit, total, at = 1.0 / np.float64(peak), 0.0, begin
+    while at + WORD <= end:
+        total += squares(buffer, at, unit)
+        at += WORD
+    for p in buffer[at:end]:
+        total += (np.float64(p) * unit) ** 2
+    return total
 
 
 @jit
@@ -70,26 +92,27 @@ def _nearest(buffer, inverse, limit, levels):
     edge = buffer.dtype.type(limit)
     for i in range(buffer.size):
         v = _clamp(buffer[i] * inverse, edge)
-        levels[i] = np.uint8(np.int32(np.int32(np.rint(v)) + np.int32(limit)))
+        levels[i] = np.uint8(np.int32(np.int32(np.rint(v)) + limit))
 
 
 @jit
-def _stochastic(buffer, inverse, limit, words, levels):
+def _stochastic(buffer, inverse, limit, index, keys, levels):
     edge = buffer.dtype.type(limit)
     unit = buffer.dtype.type(2.0**-24)
     for i in range(buffer.size):
         v = _clamp(buffer[i] * inverse, edge)
         down = np.floor(v)
-        u = buffer.dtype.type(np.int32(words[i] >> np.uint32(8))) * unit
-        level = np.int32(np.int32(down) + np.int32(limit))
+        word = word_of(np.int32(index + i), keys)
+        u = buffer.dtype.type(np.int32(word >> np.uint32(8))) * unit
+        level = np.int32(np.int32(down) + limit)
         levels[i] = np.uint8(np.int32(level + np.int32(u < v - down)))
 
 
 @jit
-def _scale(buffer, bits, limit, rule, tiny, highest, ceiling):
-    """(scale, what to multiply by for levels) of a block with this top magnitude."""
-    real = buffer.dtype.type
-    peak = from_magnitude(bits, real(0))
+def _scale(peak, square, limit, rule, tiny, highest, ceiling):
+    """(scale, what to multiply by for levels) of a block with this largest magnitude, and with this
+    sum of squares in units of it."""
+    real = type(peak)
     if not peak >= tiny:  # NaN is not
         return real(0), real(0)
     if rule == PEAK:
@@ -97,39 +120,77 @@ def _scale(buffer, bits, limit, rule, tiny, highest, ceiling):
     if rule == POWER:
         scale = min(power_above(peak / real(limit)), ceiling)
         return scale, real(1) / scale
-    norm = _norm(buffer, peak, highest)
+    # Any bound of all magnitudes is a valid norm, so one that overflows is cut.
+    norm = min(np.float64(peak) * np.sqrt(square), highest)
     return min(real(norm / limit), ceiling), real(limit / norm)
 
 
 @jit
 def _encode(x, r, first, scales, packed, block, span, limit, width, rule, bounds, key):
-    """Quantise one range; return the largest magnitude's bits."""
-    buffer = np.empty(min(block, x.size), x.dtype)
+    """Quantise one range; return the largest magnitude's bits.
+
+    While a block is rounded the next one is loaded, so that arithmetic hides behind memory.
+    """
+    size = min(block, x.size)
+    buffer = np.empty(2 * size, x.dtype)
     levels = np.empty(min(span, x.size), np.uint8)
-    words = np.empty(span + 1024 if key.size else 0, np.uint32)
-    real = x.dtype.type
+    real, edge = x.dtype.type, np.int32(limit)
     tiny, highest, ceiling = real(bounds[0]), bounds[1], real(bounds[2])
-    top = magnitude(real(0))
+    group, keys = -1, (np.uint32(0), np.uint32(0), np.uint32(0))
+    own, other = 0, size  # where in the buffer this block begins, and the next
+    bits = _load(x, r, 0, buffer, 0, size, own)
+    top = bits
     for lo in range(0, x.size, span):
         count = min(span, x.size - lo)
-        at = 0
-        if key.size:
-            at = fill(first + lo, count, key, words)
         for b in range(0, count, block):
-            e = min(b + block, count)
-            own = buffer[: e - b]
-            bits = load_peak(x[lo + b : lo + e], r[lo + b : lo + e], own)
-            top = max(top, bits)
+            n = min(block, count - b)
             if rule == GIVEN:
                 scale = scales[0]
                 inverse = real(1) / scale if scale > 0 else real(0)
             else:
-                scale, inverse = _scale(own, bits, limit, rule, tiny, highest, ceiling)
+                peak = from_magnitude(bits, real(0))
+                square = _square(buffer, own, own + n, peak) if rule == NORM else 0.0
+                scale, inverse = _scale(peak, square, limit, rule, tiny, highest, ceiling)
                 scales[(lo + b) // block] = scale
-            if key.size:
-                _stochastic(own, inverse, limit, words[at + b : at + e], levels[b:e])
-            else:
-                _nearest(own, inverse, limit, levels[b:e])
+            following = lo + b + n
+            left, loaded = min(size, x.size - following), 0
+            bits = magnitude(real(0))
+            i = 0
+            while i < n:
+                index, stop = 0, n
+                if key.size:  # as far as the group goes
+                    number = first + lo + b + i
+                    index = number % GROUP
+                    stop = min(n, i + GROUP - index)
+                    if number // GROUP != group:
+                        group = number // GROUP
+                        keys = group_keys(group, key)
+                begin = i
+                while i + WORD <= stop:
+                    if key.size:
+                        at = index + i - begin
+                        stochastic(buffer, own + i, inverse, edge, at, keys, levels, b + i)
+                    else:
+                        nearest(buffer, own + i, inverse, edge, levels, b + i)
+                    i += WORD
+                    if loaded + WORD <= left:
+                        at, to = following + loaded, other + loaded
+                        if r.size:
+                            bits = max(bits, load_sum_peak(x, r, at, buffer, to))
+                        else:
+                            bits = max(bits, load_peak(x, at, buffer, to))
+                        loaded += WORD
+                if i < stop:
+                    rest, out = buffer[own + i : own + stop], levels[b + i : b + stop]
+                    if key.size:
+                        _stochastic(rest, inverse, edge, index + i - begin, keys, out)
+                    else:
+                        _nearest(rest, inverse, edge, out)
+                i = stop
+            if loaded < left:
+                bits = max(bits, _load(x, r, following, buffer, loaded, left, other))
+            top = max(top, bits)
+            own, other = other, own
         begin = packed_bytes(lo, width)
         pack(levels[:count], width, packed[begin : begin + packed_bytes(count, width)])
     return top
@@ -165,7 +226,7 @@ def encode_uniform(
     bounds = TINY[dtype], float(info.max), ceiling
     scales = np.full(1, min(scale, ceiling), dtype) if given else np.empty(-(-n // each), dtype)
     packed = np.empty(packed_bytes(n, width), np.uint8)
-    words, span = key_words(key), span_of(each, width, key is not None)
+    words, span = key_words(key), span_of(each)
 
     def work(lo, hi, xs, rs):
         own = scales if given else scales[lo // each :]
@@ -217,7 +278,7 @@ def add_uniform(
     o, levels, s = out.numpy(), packed.numpy(), scales.numpy()
     mode = ZERO if fresh else KEEP if plus is None else ADD
     each = RUN if block is None else block
-    w, span = o.dtype.type(weight), span_of(each, width)
+    w, span = o.dtype.type(weight), span_of(each)
 
     def work(lo, hi, other, _):
         own = s if s.size == 1 else s[lo // each : -(-hi // each)]
