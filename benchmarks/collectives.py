@@ -36,7 +36,6 @@ from rich.table import Table
 from thinwire.compare.counters import FULL
 from thinwire.formatting import read_count
 from thinwire.lab import Cluster, Lab, Loopback, parse_rate
-from thinwire.machine import busy
 
 SLOW = (
     ("dense", "dense", "auto", False),
@@ -323,9 +322,6 @@ def main() -> int:
         (rank_stages if job.get("stages") else rank_main)(job)
         return 0
     console = Console()
-    note = busy()
-    if note:
-        console.print(note)
     job = {"numel": read_count(options.size), "rounds": options.rounds, "threads": options.threads}
     job["loopback"] = True
     targets: list[Target] = []
@@ -365,7 +361,7 @@ def main() -> int:
             found[ranks] = measure(f"{ranks} ranks", Loopback(ranks), less, console)
         record["growth"] = {str(ranks): rows for ranks, rows in found.items()}
         targets += growth_targets(found)
-    return conclude(console, options, "thinwire.collectives/1", record, targets, note)
+    return conclude(console, options, "thinwire.collectives/1", record, targets)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from thinwire.compressors import compressor_of
 from thinwire.formatting import read_bytes, show_bytes
 from thinwire.lab import Lab, parse_rate
 from thinwire.lab.topology import parse_time
-from thinwire.machine import busy
 from thinwire.policies.codecs import CodecTable
 
 DENSE = "dense"
@@ -189,7 +188,6 @@ def main() -> int:
     from thinwire.bench.codecs import measure_codecs
 
     torch.set_num_threads(1)
-    note = busy()
     console.print("measuring codecs")
     table = measure_codecs([spec for spec in options.specs if spec != DENSE])
     rows = []
@@ -199,7 +197,7 @@ def main() -> int:
             rows += measure(hosts, link, table, options)
     show(console, rows)
     measured = {"codecs": json.loads(table.to_json()), "rows": rows}
-    return conclude(console, options, "thinwire.costs/1", measured, note=note)
+    return conclude(console, options, "thinwire.costs/1", measured)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from harness import Target, conclude, read_options, run_ranks
 from rich.console import Console
 
 from thinwire.lab import Cluster, Lab, Loopback
-from thinwire.machine import busy
 
 LAYERS, WIDTH = 12, 768
 BUCKET_MB = WIDTH * WIDTH * 4 / 2**20
@@ -163,20 +162,25 @@ def rank_pipeline(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def medians(cluster: Cluster, job: dict[str, Any]) -> dict[str, float]:
+def measured(cluster: Cluster, job: dict[str, Any]) -> dict[str, list[float]]:
+    """The seconds of all rounds, by what was timed."""
     found: dict[str, list[float]] = {}
 
     def on_row(row: dict[str, Any]) -> None:
         found.setdefault(row["name"], []).append(row["seconds"])
 
     run_ranks(cluster, __file__, job, on_row, limit=1200)
+    return found
+
+
+def medians(found: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
 def link_for(base: dict[str, Any], console: Console) -> str:
     """The rate at which the exchange takes about as long as backward."""
     with console.status("backward and exchange on loopback, to choose the link"):
-        free = medians(Loopback(2), {**base, "part": "pipeline", "rounds": 3})
+        free = medians(measured(Loopback(2), {**base, "part": "pipeline", "rounds": 3}))
     # What encoding, decoding and a fast network take stays; the link has the rest of the time.
     rest = max(0.1 * free["backward"], free["backward"] - free["exchange"])
     return f"{8 * free['bytes'] / rest / 1e6:.1f}mbit"
@@ -196,16 +200,13 @@ def main() -> int:
         {"overhead": rank_overhead, "pipeline": rank_pipeline}[job["part"]](job)
         return 0
     console = Console()
-    note = busy()
-    if note:
-        console.print(note)
     record: dict[str, Any] = {}
     targets: list[Target] = []
     base = {"rounds": options.rounds, "batch": options.batch, "compressor": options.compressor}
     if options.only in (None, "overhead"):
         with console.status("overhead on loopback"):
-            found = medians(Loopback(2), {**base, "part": "overhead", "batch": 128})
-        record["overhead"] = found
+            rounds = measured(Loopback(2), {**base, "part": "overhead", "batch": 128})
+        record["overhead"], found = rounds, medians(rounds)
         for name, seconds in found.items():
             console.print(f"{name}: {1e3 * seconds:.1f} ms per step")
         over = found["attach none"] / found["plain DDP"]
@@ -215,8 +216,8 @@ def main() -> int:
     if options.only in (None, "pipeline"):
         link = options.link or link_for(base, console)
         with console.status(f"pipeline on links of {link}"):
-            found = medians(Lab(2, link), {**base, "part": "pipeline"})
-        record["pipeline"] = {"link": link, **found}
+            rounds = measured(Lab(2, link), {**base, "part": "pipeline"})
+        record["pipeline"], found = {"link": link, **rounds}, medians(rounds)
         for name, value in found.items():
             unit = f"{value / 1e6:.2f} MB per step" if name == "bytes" else f"{1e3 * value:.1f} ms"
             console.print(f"{name}: {unit}")
@@ -224,9 +225,8 @@ def main() -> int:
         after = (found["backward"] + found["exchange"]) / longer
         console.print(f"links of {link}; one after the other: {after:.2f}x of the longer")
         both = found["both at a time"] / longer
-        record["pipeline"]["one after the other / longer"] = after
         targets.append(Target.at_most("both at a time over the longer one", both, 1.25))
-    return conclude(console, options, "thinwire.ddp/1", record, targets, note)
+    return conclude(console, options, "thinwire.ddp/2", record, targets)
 
 
 if __name__ == "__main__":

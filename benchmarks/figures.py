@@ -25,6 +25,8 @@ PAGES = (
     *(ROOT / "docs" / page for page in ("benchmarks.md", "guides/policies.md", "plan.md")),
 )
 BLOCK = re.compile(r"(<!-- figures ([\w-]+) -->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
+_FILES = re.compile(r" --(?:out|progress|picture) \S+")
+_RATE = re.compile(r"([\d.]+)([kmg])bit")
 _DATED = re.compile(r"(.+?)-(\d{4}-\d\d-\d\d)(.*)")
 
 
@@ -59,8 +61,14 @@ class Record(NamedTuple):
 
     @property
     def command(self) -> str:
+        """Without the names of files that it wrote, which are nobody else's."""
         given = self.data.get("started", {}).get("command")
-        return str(given or self.data.get("settings", {}).get("command") or "")
+        command = str(given or self.data.get("settings", {}).get("command") or "")
+        return _FILES.sub("", command)
+
+    def setting(self, name: str) -> str:
+        """What an argument of the run was."""
+        return str(self.data["settings"][name])
 
 
 def all_records() -> list[Record]:
@@ -102,6 +110,17 @@ def between(value: float, lowest: float, highest: float, form: str = ".0f") -> s
 
 def times(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value < 20 else f"{value:.0f}"
+
+
+def rate(text: str) -> str:
+    """A rate as one writes it."""
+    found = _RATE.fullmatch(text)
+    return text if found is None else f"{found[1]} {found[2].replace('k', 'K').title()}bit/s"
+
+
+def of_all(values: Sequence[float], form: str = ".0f") -> str:
+    """The median, and how far the values lie apart."""
+    return between(statistics.median(values), min(values), max(values), form)
 
 
 def machine_of(record: Record) -> str:
@@ -155,7 +174,9 @@ def comparison_rows(
                 f"{metric['mean']:.2f} ({metric['lowest']:.2f} to {metric['highest']:.2f})"
                 if metric["lowest"] != metric["highest"]
                 else f"{metric['mean']:.2f}",
-                f"{1000 * found['step_seconds']:.0f}",
+                of_all([1000 * run["step_seconds"] for run in method["runs"]])
+                if len(method["runs"]) > 1
+                else f"{1000 * found['step_seconds']:.0f}",
                 f"{target['seconds']:.0f} s" if target else "not reached",
                 times(target["speedup"]) if target else "",
                 f"{found['megabytes_a_step']:.3f}",
@@ -172,7 +193,7 @@ def comparison(record: Record) -> list[str]:
         *("DDP's final loss (within 2 %) after", "times sooner", "MB per step", "times fewer"),
     )
     lines = table(columns, comparison_rows(document))
-    lines += ["", f"{settings['hosts']} hosts, links of {settings['links'][0]}, "]
+    lines += ["", f"{settings['hosts']} hosts, links of {rate(settings['links'][0])}, "]
     lines[-1] += f"{settings['parameters']:,} parameters, {settings['steps']} steps, "
     lines[-1] += f"{len(settings['seeds'])} seed{'s' * (len(settings['seeds']) > 1)}."
     if document["sweep"]:
@@ -183,12 +204,16 @@ def comparison(record: Record) -> list[str]:
             known = {name: step[name] for name in ours if step.get(name)}
             best = min(known, key=known.__getitem__)
             gain = step[document["baseline"]] / known[best]
-            rows.append([entry["link"], f"{1000 * step[document['baseline']]:.0f}", code(best)])
+            rows.append([rate(entry["link"]), f"{1000 * step[document['baseline']]:.0f}"])
+            hook = step.get("torch:powersgd")
+            rows[-1] += [f"{1000 * hook:.0f}" if hook else "", code(best)]
             rows[-1] += [f"{1000 * known[best]:.0f}", f"{gain:.2f}"]
         lines += ["", "By the rate of the links:", ""]
-        lines += table(
-            ("link", "plain DDP, ms per step", "best of ours", "ms per step", "times faster"), rows
+        sweep_columns = (
+            *("link", "plain DDP, ms per step", "torch's powersgd hook, ms", "best of ours"),
+            *("ms per step", "times faster than DDP"),
         )
+        lines += table(sweep_columns, rows)
     return lines
 
 
@@ -215,8 +240,8 @@ def front(records: dict[str, Record], page: Path) -> list[str]:
     )
     text = (
         f"A CNN of {settings['parameters']:,} parameters under SGD, {settings['hosts']} hosts, "
-        f"links of {settings['links'][0]}, where plain DDP spends {100 * share:.0f} % of a step on "
-        "the network; "
+        f"links of {rate(settings['links'][0])}, where plain DDP spends {100 * share:.0f} % of a "
+        "step on the network; "
         f"{settings['steps']} steps, means of {len(settings['seeds'])} seeds ([record]({link}))."
     )
     lines = [*table(columns, rows), "", text]
@@ -240,7 +265,7 @@ def adam_sentence(record: Record, longer: Record, page: Path) -> str:
     best = max(ours, key=lambda m: m["summary"]["to_target"]["speedup"])
     text = (
         f"A transformer of {settings['parameters']:,} parameters under AdamW at "
-        f"{settings['links'][0]}: {code(best['name'])} reaches DDP's final loss "
+        f"{rate(settings['links'][0])}: {code(best['name'])} reaches DDP's final loss "
         f"{times(best['summary']['to_target']['speedup'])} times sooner"
     )
     hooks = [m for m in reached.values() if m["kind"] == "torch"]
@@ -287,20 +312,27 @@ def methods(record: Record) -> list[str]:
                 times(dense[row["workload"], row["ranks"]] / row["megabytes_a_step"]),
             ]
         )
-    return table(("method", first["unit"], "seeds", "MB per step", "times fewer"), lines)
+    return [
+        *table(("method", first["unit"], "seeds", "MB per step", "times fewer"), lines),
+        "",
+        f"{first['ranks']} ranks and {first['steps']} steps where a row does not say otherwise; "
+        "all rows of a seed begin with the same model and see the same batches.",
+    ]
 
 
 def method_costs(record: Record) -> list[str]:
     found: dict[str, list[float]] = {}
     for row in record.measured:
         found.setdefault(f"{row['method']} {row['collective']}".strip(), []).append(row["ms"])
-    return table(
-        ("method, collective", "ms per step, median (lowest to highest)"),
-        (
-            [f"`{name}`", between(statistics.median(ms), min(ms), max(ms))]
-            for name, ms in found.items()
+    return [
+        *table(
+            ("method, collective", "ms per step, median (lowest to highest)"),
+            ([f"`{name}`", of_all(ms)] for name, ms in found.items()),
         ),
-    )
+        "",
+        f"{record.setting('ranks')} hosts, links of {rate(record.setting('link'))}, "
+        f"`{record.setting('model')}`, {record.setting('rounds')} steps of each in turn.",
+    ]
 
 
 def collectives(record: Record) -> list[str]:
@@ -318,7 +350,11 @@ def collectives(record: Record) -> list[str]:
             for row in rows
         ),
     )
-    return [*slow, "", f"{ONE_CORE}:", "", *stages(record.measured["stages"])]
+    setting = (
+        f"{record.setting('hosts')} hosts, links of {rate(record.setting('link'))}, a tensor of "
+        f"{record.setting('size')} float32 elements, {record.setting('rounds')} rounds."
+    )
+    return [*slow, "", setting, "", f"{ONE_CORE}:", "", *stages(record.measured["stages"])]
 
 
 ONE_CORE = (
@@ -341,7 +377,7 @@ def stages(rows: list[dict[str, Any]]) -> list[str]:
         (
             [
                 f"`{row['spec']}`",
-                row["link"],
+                rate(row["link"]),
                 names[row["name"]],
                 between(1e3 * row["seconds"], 1e3 * row["lowest"], 1e3 * row["highest"]),
                 f"{row['seconds'] / row['longer']:.2f}",
@@ -352,7 +388,7 @@ def stages(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def hierarchical(record: Record) -> list[str]:
-    return table(
+    lines = table(
         ("all-reduce", "ms, median (lowest to highest)", "MB between racks"),
         (
             [
@@ -363,31 +399,53 @@ def hierarchical(record: Record) -> list[str]:
             for row in record.measured
         ),
     )
+    racks, hosts = int(record.setting("racks")), int(record.setting("hosts"))
+    setting = (
+        f"{racks} racks of {hosts // racks} hosts, {rate(record.setting('link'))} inside and "
+        f"{rate(record.setting('inter'))} between them, a tensor of {record.setting('size')} "
+        f"float32 elements, {record.setting('rounds')} rounds."
+    )
+    return [*lines, "", setting]
+
+
+# What else the record has bears on how we choose, not on what an exchange takes.
+DISTANT = (
+    *("dist.all_reduce", "isend/irecv", "none", "topk:0.01", "quantize:4"),
+    *("quantize:4 by gather", "four settings, one exchange", "four settings, four exchanges"),
+)
 
 
 def wan(record: Record) -> list[str]:
-    def cells(row: dict[str, Any]) -> list[str]:
-        return [
-            f"{row['num_bytes']:,}",
-            between(1e3 * row["seconds"], 1e3 * row["lowest"], 1e3 * row["highest"]),
-            f"{row['round_trips']:.1f}",
-            f"{row['round_trips_after_idleness']:.1f}",
-        ]
+    def cell(row: dict[str, Any]) -> str:
+        times = between(1e3 * row["seconds"], 1e3 * row["lowest"], 1e3 * row["highest"])
+        return f"{times}; {row['round_trips']:.1f}"
 
     found = record.measured
-    figures = ("bytes", "ms, median (lowest to highest)", "round trips", "after a pause")
-    rows = [[str(row["hosts"]), f"`{row['name']}`", *cells(row)] for row in found["rows"]]
-    setting = "`net.ipv4.tcp_slow_start_after_idle`"
-    pauses = [
-        [str(row["slow_start_after_idle"]), f"`{row['name']}`", *cells(row)]
-        for row in found["pauses"]
+    sizes = list(dict.fromkeys(row["num_bytes"] for row in found["rows"]))
+    cells = {(r["hosts"], r["name"], r["num_bytes"]): cell(r) for r in found["rows"]}
+    rows = [
+        [str(hosts), f"`{name}`", *(cells[hosts, name, size] for size in sizes)]
+        for hosts in dict.fromkeys(row["hosts"] for row in found["rows"])
+        for name in DISTANT
     ]
+    setting = "`net.ipv4.tcp_slow_start_after_idle`"
+    pauses: dict[int, list[str]] = {}
+    for row in found["pauses"]:
+        own = pauses.setdefault(row["slow_start_after_idle"], [])
+        own.append(f"{row['round_trips']:.1f}, {row['round_trips_after_idleness']:.1f}")
+    columns = [f"{size:,} bytes" for size in sizes]
     return [
-        *table(("hosts", "all-reduce", *figures), rows),
+        *table(("hosts", "all-reduce", *columns), rows),
         "",
-        "Two hosts, with pauses of more than a second between exchanges:",
+        f"Milliseconds, median (lowest to highest); round trips. Links of "
+        f"{rate(record.setting('link'))}, {record.setting('delay').replace('ms', ' ms')} one way, "
+        f"{record.setting('rounds')} rounds.",
         "",
-        *table((setting, "all-reduce", *figures), pauses),
+        "After pauses of more than a second between exchanges TCP sends slowly again, unless it is "
+        f"told not to. Round trips of `{found['pauses'][0]['name']}` between two hosts, in "
+        "exchanges that follow each other and after a pause:",
+        "",
+        *table((setting, *columns), ([str(key), *own] for key, own in pauses.items())),
     ]
 
 
@@ -427,27 +485,35 @@ def compressors(record: Record) -> list[str]:
 
 
 def hook(record: Record) -> list[str]:
-    """All records of the family: the hook's overhead is near its target, and runs differ."""
-    rows = []
-    for each in all_records():
-        if each.family == record.family:
-            overhead, pipeline = each.measured["overhead"], each.measured["pipeline"]
-            longer = max(pipeline["backward"], pipeline["exchange"])
-            rows.append(
-                [
-                    each.path.stem,
-                    f"{overhead['attach none'] / overhead['plain DDP']:.3f}",
-                    f"{pipeline['both at a time'] / longer:.2f}",
-                    f"{pipeline['one after the other / longer']:.2f}",
-                ]
-            )
-    return table(
-        (
-            *("record", "step with `none` / plain DDP", "backward and exchange / the longer one"),
-            "one after the other / the longer one",
+    overhead, pipeline = record.measured["overhead"], dict(record.measured["pipeline"])
+    link = rate(pipeline.pop("link"))
+    sent = statistics.median(pipeline.pop("bytes")) / 1e6
+
+    def rows(found: dict[str, list[float]], base: float) -> list[list[str]]:
+        return [
+            [name, of_all([1e3 * each for each in values], ".1f"), f"{middle(values) / base:.3f}"]
+            for name, values in found.items()
+        ]
+
+    middle = statistics.median
+    longer = max(middle(pipeline["backward"]), middle(pipeline["exchange"]))
+    timing = "ms, median (lowest to highest)"
+    return [
+        *table(
+            ("a step of", timing, "over plain DDP"), rows(overhead, middle(overhead["plain DDP"]))
         ),
-        rows,
-    )
+        "",
+        f"2 ranks on loopback, 12 layers of 768 x 768, {record.setting('rounds')} rounds.",
+        "",
+        *table(
+            (f"a step with `{record.setting('compressor')}`", timing, "over the longer one"),
+            rows(pipeline, longer),
+        ),
+        "",
+        f"2 hosts, links of {link}, at which an exchange takes as long as backward: {sent:.1f} MB "
+        f'each way in 12 buckets; {record.setting("rounds")} rounds. "Both at a time" is what '
+        "the hook does; below it where its time goes, some of it at the same time.",
+    ]
 
 
 def link_policy(record: Record) -> list[str]:
@@ -458,7 +524,13 @@ def link_policy(record: Record) -> list[str]:
         lossy = sum(step["now"] not in (["none"], ["None"]) for step in last)
         rows.append([f"`{row['policy']}`", f"{row['rows'][-1]['seconds']:.0f} s"])
         rows[-1].append(f"{lossy} of {len(last)}")
-    return table(("policy", "the whole run", "steps compressed after the return"), rows)
+    return [
+        *table(("policy", "the whole run", "steps compressed after the return"), rows),
+        "",
+        f"{record.setting('ranks')} hosts, one run of each; {phase} steps at "
+        f"{rate(record.setting('fast'))}, {phase} at {rate(record.setting('slow'))}, {phase} at "
+        f"{rate(record.setting('fast'))} again.",
+    ]
 
 
 def auto_policy(record: Record) -> list[str]:
@@ -471,19 +543,40 @@ def auto_policy(record: Record) -> list[str]:
             link: {row["method"]: 1e3 * row["step"] for row in methods}
             for link, methods in cells.items()
         }
+        spreads = {
+            (link, row["method"]): between(1e3 * row["step"], *_quartiles(row["seconds"]))
+            for link, methods in cells.items()
+            for row in methods
+        }
         names = list(next(iter(steps.values())))
         plain = {"ddp": "plain DDP", "ddp again": "plain DDP, a second model"}
         shown = [n for n in names if n in plain or n == "none" or n.startswith("auto")]
         for name in shown:
-            cells_of = [f"{steps[link][name]:.0f}" if link in steps else "" for link in links]
+            cells_of = [spreads.get((link, name), "") for link in links]
             rows.append([f"`{workload}`", plain.get(name, f"`{name}`"), *cells_of])
         best = []
         for link in links:
             fixed = {k: v for k, v in steps.get(link, {}).items() if k not in shown}
             name = min(fixed, key=lambda each: fixed[each]) if fixed else ""
-            best.append(f"{fixed[name]:.0f} ({code(name)})" if fixed else "")
+            best.append(f"{code(name)}: {spreads[link, name]}" if fixed else "")
         rows.append([f"`{workload}`", "the fastest compressed one", *best])
-    return table(("workload", "ms per step", *links), rows)
+    return [
+        *table(("workload", "ms per step (middle half of turns)", *map(rate, links)), rows),
+        "",
+        f"{record.setting('ranks')} hosts; all methods take turns of {TURN} steps.",
+    ]
+
+
+TURN = 4  # of the study of `auto`
+
+
+def _quartiles(seconds: list[float]) -> tuple[float, float]:
+    """Milliseconds between which the middle half of turns is."""
+    means = [1e3 * statistics.fmean(seconds[i : i + TURN]) for i in range(0, len(seconds), TURN)]
+    if len(means) < 2:
+        return means[0], means[0]
+    low, _, high = statistics.quantiles(means, n=4, method="inclusive")
+    return low, high
 
 
 def accuracy_policy(record: Record) -> list[str]:
@@ -491,9 +584,9 @@ def accuracy_policy(record: Record) -> list[str]:
     for row in record.measured:
         metrics = [step["metric"] for step in row["rows"] if step.get("metric") is not None]
         sent = statistics.fmean(step["bytes"] for step in row["rows"])
-        rows.append([f"`{row['policy']}`", f"{metrics[-1]:.1f}" if metrics else ""])
-        rows[-1].append(f"{sent / 1e6:.4f}")
-    return table(("policy", "test accuracy, %", "MB per step"), rows)
+        rows.append([str(row["seed"]), f"`{row['policy']}`"])
+        rows[-1] += [f"{metrics[-1]:.1f}" if metrics else "", f"{sent / 1e6:.4f}"]
+    return table(("seed", "policy", "test accuracy, %", "MB per step"), rows)
 
 
 def sharded(record: Record) -> list[str]:
@@ -511,25 +604,35 @@ def sharded(record: Record) -> list[str]:
                     times(found[0]["seconds"] / row["seconds"]),
                 ]
             )
-    return table(
-        ("model", "gradients", "s per step (lowest to highest)", "MB per step", "times faster"),
-        rows,
-    )
+    link = rate(record.setting("link"))
+    return [
+        *table(
+            ("model", "gradients", "s per step (lowest to highest)", "MB per step", "times faster"),
+            rows,
+        ),
+        "",
+        f"A transformer of about ten million parameters under AdamW, {record.setting('rounds')} "
+        f"steps of each in turn. FSDP: four hosts, links of {link}. HSDP: two racks of two hosts, "
+        f"{link} between them, replicas in each.",
+    ]
 
 
 def sharded_loss(record: Record) -> list[str]:
     found: dict[str, list[float]] = {}
     for row in record.measured["loss"]:
         found.setdefault(row["name"], []).append(row["nll"])
-    return table(
-        ("gradients", "test nll"), ([f"`{k}`", spread(v, ".3f")] for k, v in found.items())
-    )
+    return [
+        *table(("gradients", "test nll"), ([f"`{k}`", spread(v, ".3f")] for k, v in found.items())),
+        "",
+        f"The text workload under AdamW, FSDP on four ranks, {record.setting('loss_steps')} steps, "
+        f"{record.setting('seeds')} seeds.",
+    ]
 
 
 def local(record: Record) -> list[str]:
     rows = record.measured["trained"]
     dense = statistics.fmean(rows[0]["nll"])
-    return table(
+    lines = table(
         ("method", "learning rate", "test nll", "above DDP, %", "times fewer bytes"),
         (
             [
@@ -542,6 +645,14 @@ def local(record: Record) -> list[str]:
             for row in rows
         ),
     )
+    return [
+        *lines,
+        "",
+        f"The text workload under AdamW, {record.setting('ranks')} ranks, "
+        f"{record.setting('steps')} steps, {record.setting('seeds')} seeds. Each method tries the "
+        f"same learning rates for {record.setting('tune_steps')} steps first, from a seed of its "
+        "own.",
+    ]
 
 
 def federated(record: Record) -> list[str]:
@@ -550,7 +661,12 @@ def federated(record: Record) -> list[str]:
         last = [curve[-1] for curve in row["curves"]]
         rows.append([f"`{row['method']}`", spread([point["accuracy"] for point in last])])
         rows[-1].append(f"{statistics.fmean(point['megabytes'] for point in last):.1f}")
-    return table(("uploads", "test accuracy, %", "MB uploaded"), rows)
+    return [
+        *table(("uploads", "test accuracy, %", "MB uploaded"), rows),
+        "",
+        f"{record.setting('rounds')} rounds, {record.setting('seeds')} seeds. `@0.9`: nine tenths "
+        "of what a client left out stay for its next round.",
+    ]
 
 
 def torch_hooks(record: Record) -> list[str]:
@@ -560,7 +676,12 @@ def torch_hooks(record: Record) -> list[str]:
         failure = failure.rpartition("running the callback: ")[2]  # what the wrappers say
         came = f"{row['metric']:.1f} %" if row.get("metric") is not None else f"`{failure[:100]}`"
         rows.append([row["name"], came])
-    return table(("hook", "test accuracy, or what it raised"), rows)
+    return [
+        *table(("hook", "test accuracy, or what it raised"), rows),
+        "",
+        f"The images workload on loopback, {record.setting('ranks')} ranks, "
+        f"{record.setting('steps')} steps, one seed.",
+    ]
 
 
 def others(record: Record) -> list[str]:
@@ -575,7 +696,11 @@ def others(record: Record) -> list[str]:
         ]
         rows.append([row["name"], *timing, f"{row['ratio']:.1f}", f"{row['relative_error']:.2g}"])
     parts = (f"{part}, ms (lowest to highest)" for part in ("encode", "decode"))
-    return table(("codec", *parts, "ratio", "relative error"), rows)
+    return [
+        *table(("codec", *parts, "ratio", "relative error"), rows),
+        "",
+        f"{record.setting('size')} float32 elements, {record.setting('rounds')} rounds.",
+    ]
 
 
 WAYS = {
@@ -648,7 +773,7 @@ def costs(record: Record) -> list[str]:
         (
             [
                 f"{hosts}",
-                link,
+                rate(link),
                 f"{len(errors)}",
                 f"{100 * statistics.median(map(abs, errors)):.0f} %",
                 f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %",
@@ -659,8 +784,14 @@ def costs(record: Record) -> list[str]:
 
 
 class Block(NamedTuple):
+    """
+    Args:
+        draw: the lines of a record's table.
+        command: for records that do not name theirs.
+    """
+
     draw: Callable[[Record], list[str]]
-    command: str  # for records that do not name theirs
+    command: str
 
 
 BLOCKS: dict[str, Block] = {

@@ -24,8 +24,6 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.machine import busy
-
 LIMIT = 3 * 3600.0  # seconds for all
 HOSTS = 4
 PARTS = ("fsdp", "hsdp", "loss")
@@ -269,7 +267,6 @@ def main() -> int:
         rank_main(json.loads(options.as_rank.read_text()))
         return 0
     console = Console(width=110)
-    note = busy()
     steps = {}
     loss: list[dict[str, Any]] = []
     for part in options.parts:
@@ -282,7 +279,7 @@ def main() -> int:
             steps[part] = medians(rows)
             show_steps(console, part, steps[part])
     measured = {**steps, "loss": loss}
-    return conclude(console, options, "thinwire.fsdp/1", measured, targets_of(steps, loss), note)
+    return conclude(console, options, "thinwire.fsdp/1", measured, targets_of(steps, loss))
 
 
 if __name__ == "__main__":

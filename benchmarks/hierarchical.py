@@ -24,7 +24,6 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from thinwire.formatting import read_count
-from thinwire.machine import busy
 
 LIMIT = 3600.0  # seconds for all
 NODES = "hierarchical"
@@ -228,14 +227,11 @@ def main() -> int:
         rank_main(json.loads(Path(options.as_rank).read_text()))
         return 0
     console = Console()
-    note = busy()
-    if note:
-        console.print(note)
     rows = measure(options, console)
     title = f"{options.hosts} hosts in {options.racks} racks, {options.link} inside, "
     console.print(table_of(f"{title}{options.inter} between, {options.size}", rows))
     targets = targets_of(rows, options.compressors)
-    return conclude(console, options, "thinwire.hierarchical/1", rows, targets, note)
+    return conclude(console, options, "thinwire.hierarchical/1", rows, targets)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,9 @@ PARTS: dict[str, dict[str, list[Way]]] = {
             "images",
             "ddp",
             *sparse("0.02", "ef14", OWN, SHORT),
+            *sparse("0.05", "ef14", SHORT),
             *sparse("0.05", "ef21m:0.1", SHORT),
+            *sparse("0.05", "ef21m:0.3", SHORT),
         ),
         "momentum": [
             *ways(MOMENTUM, "ddp", "powersgd:4", *DGC),
@@ -88,9 +90,7 @@ PARTS: dict[str, dict[str, list[Way]]] = {
         "grid": ways(
             "images",
             *(f"arc:0.02,row={row},width=2+ef14" for row in (196, 98, 64)),
-            *sparse("0.05", "ef14", SHORT)[:2],
             f"arc:0.05,{OWN}+ef21m:0.1",
-            *sparse("0.05", "ef21m:0.3", SHORT)[:2],
             f"warmup:30,(arc:0.02,{SHORT})+ef14",
             "warmup:30,(randomk:0.02,shared=true)+ef14",
         ),
@@ -107,28 +107,36 @@ PARTS: dict[str, dict[str, list[Way]]] = {
     },
     "text": {
         "feedback": ways("text", "ddp", *CONTROLLED),
-        "arc": ways("text", "ddp", *sparse("0.05", "ef14", OWN), "powersgd:4"),
+        "arc": ways("text", "ddp", *sparse("0.05", "ef14", OWN, SHORT), "powersgd:4"),
         "grid": ways(
             "text",
-            "arc:0.05,row=64,width=2+ef14",
-            *sparse("0.05", "ef21m:0.1", OWN)[:2],
+            *(f"arc:0.05,row={row},width=2+ef14" for row in (64, 256)),
+            *sparse("0.05", "ef21m:0.1", OWN, SHORT),
+            *sparse("0.05", "ef21m:0.3", SHORT),
+            *sparse("0.02", "ef14", SHORT),
             f"warmup:{{part}},(arc:0.05,{OWN})+ef14",
             "warmup:{part},(powersgd:4)+ef14",
         ),
+        "eight ranks": ways("text", "ddp", *sparse("0.05", "ef14", SHORT), ranks=8),
         "others": ways("text", "powersgd:2", "1bit-sgd", "qsgd:4bit", "terngrad", "natural"),
     },
 }
 STEPS = {"images": 300, "text": 120}
+RATIOS = ("0.05", "0.02", "0.01")
 COST = (  # method, collective
     ("ddp", ""),
     ("torch:powersgd", ""),
     ("powersgd:2", "auto"),
-    ("arc:0.05", "auto"),
-    ("topk:0.05", "gather"),
-    ("topk:0.05", "auto"),
-    ("arc:0.01", "auto"),
-    ("topk:0.01", "gather"),
-    ("topk:0.01", "auto"),
+    *(
+        way
+        for ratio in RATIOS
+        for way in (
+            (f"arc:{ratio}", "auto"),
+            (f"randomk:{ratio},shared=true", "auto"),
+            (f"topk:{ratio}", "gather"),
+            (f"topk:{ratio}", "auto"),
+        )
+    ),
 )
 
 
@@ -365,7 +373,7 @@ def cost(options: argparse.Namespace, console: Console) -> int:
             "> 0",
             medians[f"arc:{ratio}", "auto"] < medians[f"topk:{ratio}", "gather"],
         )
-        for ratio in ("0.05", "0.01")
+        for ratio in RATIOS
     ]
     share = medians["powersgd:2", "auto"] / medians["torch:powersgd", ""]
     targets = [*arcs, Target.at_most("PowerSGD / PyTorch's hook", share, 1.0)]

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thinwire.machine import Checkout, busy, checkout, machine, versions
+from thinwire.machine import Checkout, Ticks, busy, checkout, machine, versions
 
 _NOT_SETTINGS = ("out", "as_rank", "allow_dirty", "start")
 STOLEN = 0.02  # of the time: what a hypervisor may take before a record says so
@@ -40,29 +40,6 @@ class Target(NamedTuple):
     def at_least(cls, what: str, figure: float | None, bound: float) -> "Target":
         value = math.nan if figure is None else figure
         return cls(what, value, f">= {bound:g}", value >= bound)
-
-
-class Ticks(NamedTuple):
-    """What the kernel has counted: time that the hypervisor gave to others, and all time."""
-
-    stolen: int
-    total: int
-
-    @classmethod
-    def now(cls) -> "Ticks":
-        try:
-            first, *_ = Path("/proc/stat").read_text().splitlines()
-        except OSError:
-            return cls(0, 0)
-        counts = [int(word) for word in first.split()[1:9]]  # guests are counted twice after these
-        return cls(counts[-1], sum(counts))
-
-    def note_since(self, before: "Ticks") -> str | None:
-        """A sentence on what was stolen, if it was much."""
-        share = (self.stolen - before.stolen) / max(1, self.total - before.total)
-        if share <= STOLEN:
-            return None
-        return f"the hypervisor gave {100 * share:.0f} % of this machine's time to others meanwhile"
 
 
 class Start(NamedTuple):
@@ -118,6 +95,8 @@ def read_options(
     if getattr(options, "as_rank", None):
         return options  # a rank writes no record
     options.start = Start.now()
+    for note in options.start.notes:
+        print(note, file=sys.stderr)
     if options.out and options.start.problem and not options.allow_dirty:
         parser.error(f"--out: {options.start.problem}. Commit it first, or give --allow-dirty")
     return options
@@ -126,9 +105,11 @@ def read_options(
 def stamped(start: Start) -> dict[str, Any]:
     """The fields of every record that say where it comes from."""
     notes = list(start.notes)
-    stolen = Ticks.now().note_since(start.ticks)
-    if stolen is not None:
-        notes.append(stolen)
+    stolen = Ticks.now().stolen_since(start.ticks)
+    if stolen > STOLEN:
+        notes.append(
+            f"the hypervisor gave {100 * stolen:.0f} % of this machine's time to others meanwhile"
+        )
     now, then = checkout(), start.checkout
     if now != then:
         notes.append(

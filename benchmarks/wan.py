@@ -35,7 +35,6 @@ from rich.table import Table
 
 from thinwire.formatting import read_bytes, show_bytes
 from thinwire.lab import Lab, parse_rate
-from thinwire.machine import busy
 
 DENSE, GATHER, DIRECT, BARRIER = "dist.all_reduce", "dist.all_gather", "isend/irecv", "dist.barrier"
 SETTINGS = ("topk:0.01", "quantize:4", "topk:0.05|quantize:4", "none")
@@ -224,16 +223,13 @@ def main() -> int:
         rank_main(json.loads(Path(options.as_rank).read_text()))
         return 0
     console = Console()
-    note = busy()
-    if note:
-        console.print(note)
     rows = []
     for hosts in options.hosts:
         rows += measure(hosts, options, console)
         title = f"{hosts} hosts, {options.link}, {options.delay} of delay each way"
         console.print(table_of(title, [row for row in rows if row["hosts"] == hosts]))
     measured = {"rows": rows, "pauses": pauses(options, console)}
-    return conclude(console, options, "thinwire.wan/2", measured, targets_of(rows, options), note)
+    return conclude(console, options, "thinwire.wan/2", measured, targets_of(rows, options))
 
 
 if __name__ == "__main__":

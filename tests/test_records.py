@@ -22,6 +22,7 @@ BENCHMARKS = Path(recording.__file__).parent
 CLEAN = machine.Checkout("abc1234", ())
 DIRTY = machine.Checkout("abc1234", ("src/thinwire/spec.py",))
 LATER = machine.Checkout("def5678", ())
+Ticks = machine.Ticks
 
 
 def run(monkeypatch, tmp_path, *checkouts, flags=()):
@@ -35,16 +36,34 @@ def run(monkeypatch, tmp_path, *checkouts, flags=()):
 
 
 def test_a_record_says_how_much_time_the_hypervisor_took(monkeypatch, tmp_path):
-    found = iter([recording.Ticks(100, 1000), recording.Ticks(350, 2000)])
-    monkeypatch.setattr(recording.Ticks, "now", lambda: next(found))
+    found = iter([Ticks(900, 100, 1000), Ticks(900, 350, 2000)])
+    monkeypatch.setattr(Ticks, "now", lambda: next(found))
+    monkeypatch.setattr(recording, "busy", lambda: None)
     notes = run(monkeypatch, tmp_path, CLEAN, CLEAN)["notes"]
     assert "the hypervisor gave 25 % of this machine's time to others meanwhile" in notes
 
 
-def test_little_stolen_time_is_not_worth_a_note():
-    before = recording.Ticks(100, 1000)
-    assert recording.Ticks(101, 2000).note_since(before) is None
-    assert before.note_since(before) is None
+def test_little_stolen_time_is_not_worth_a_note(monkeypatch, tmp_path):
+    found = iter([Ticks(900, 100, 1000), Ticks(1800, 101, 2000)])
+    monkeypatch.setattr(Ticks, "now", lambda: next(found))
+    monkeypatch.setattr(recording, "busy", lambda: None)
+    assert run(monkeypatch, tmp_path, CLEAN, CLEAN)["notes"] == ["a note"]
+
+
+@pytest.mark.parametrize(("idle", "busy"), [(1190, False), (1100, True)])
+def test_other_work_is_seen_by_the_time_that_nobody_leaves_unused(monkeypatch, idle, busy):
+    found = iter([Ticks(1000, 0, 2000), Ticks(idle, 0, 2200)])
+    monkeypatch.setattr(Ticks, "now", lambda: next(found))
+    monkeypatch.setattr(machine.time, "sleep", lambda seconds: None)
+    note = machine.busy()
+    assert (note is not None) == busy
+    assert note is None or "other work took 50 % of this machine" in note
+
+
+def test_without_the_kernels_counters_no_work_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "_COUNTERS", tmp_path / "none")
+    monkeypatch.setattr(machine.time, "sleep", lambda seconds: None)
+    assert machine.busy() is None
 
 
 def test_a_record_names_the_commit_at_which_its_run_started(monkeypatch, tmp_path):

@@ -4,9 +4,13 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
+
+
+_COUNTERS = Path("/proc/stat")
 
 
 class Machine(NamedTuple):
@@ -78,12 +82,51 @@ def versions() -> dict[str, str | None]:
     return {**found, "python": platform.python_version(), "commit": commit}
 
 
+class Ticks(NamedTuple):
+    """What the kernel has counted: time that nobody used, that the hypervisor gave to others, all.
+
+    Nothing where there is no /proc/stat.
+    """
+
+    idle: int
+    stolen: int
+    total: int
+
+    @classmethod
+    def now(cls) -> "Ticks":
+        try:
+            first, *_ = _COUNTERS.read_text().splitlines()
+        except OSError:
+            return cls(0, 0, 0)
+        # User, nice, system, idle, waiting for a disk, two kinds of interrupts, stolen; guests are
+        # counted twice after these.
+        counts = [int(word) for word in first.split()[1:9]]
+        return cls(counts[3] + counts[4], counts[7], sum(counts))
+
+    def used_since(self, before: "Ticks") -> float:
+        """The share of the machine's time that somebody computed in."""
+        total = self.total - before.total
+        return 1 - (self.idle - before.idle) / total if total else 0.0
+
+    def stolen_since(self, before: "Ticks") -> float:
+        """The share that a hypervisor gave to others."""
+        return (self.stolen - before.stolen) / max(1, self.total - before.total)
+
+
 def busy() -> str | None:
-    """A sentence on work that disturbs ours, if there seems to be any."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load < 0.5 * _cores():
+    """A sentence on work that disturbs ours, if there is any; it looks for half a second.
+
+    What the load average says is no sign: for minutes it remembers what has ended.
+    """
+    before = Ticks.now()
+    time.sleep(0.5)
+    used = Ticks.now().used_since(before)
+    if used < 0.2:
         return None
-    return f"the load was {load:.1f} when this began; work beside ours makes speeds unreliable"
+    return (
+        f"other work took {100 * used:.0f} % of this machine when this began, which makes speeds "
+        "unreliable"
+    )
 
 
 def available_bytes() -> int | None:
