@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-
 _COUNTERS = Path("/proc/stat")
 
 
