@@ -32,6 +32,7 @@ PICTURES = [
     *("step-share", "layers-ratio", "layers-error", "links"),
 ]
 CHARTS = {"loss-seconds", "loss-megabytes", "metric-seconds", "links"}  # that can be asked
+DEMO = ("images", "text")  # folders of the reports that the demo's page is about
 
 
 def small(**settings: Any) -> Document:
@@ -471,22 +472,71 @@ def test_a_failure_is_shown_with_its_traceback() -> None:
     assert "<most recent>" not in made
 
 
-def test_the_page_of_the_demo(tmp_path: Path) -> None:
-    document = small()
-    document.verdict = "<won>"
-    parts = [DemoPart(f"Model {n}", f"model{n}", document) for n in (1, 2)]
-    page = write_demo(parts, tmp_path)
-    assert page == tmp_path / "report.html"
-    text = page.read_text(encoding="utf-8")
-    assert len(text) < 1e6
-    assert text.count("&lt;won&gt;") == text.count("data:image/png;base64,") == 2
-    assert not re.search(r"(src|href)=\"(?!data:|model[12]/report\.html)", text)
-    for method in document.methods:
+@pytest.fixture(scope="module")
+def demo(large: Document, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's page about two models, each with methods of the same names."""
+    failing = large.model_copy(update={"verdict": "<won>"})
+    failing.methods = [method.model_copy() for method in large.methods]
+    lost = next(method for method in failing.methods if method.error is not None)
+    lost.output = "host 0 failed with exit code 1\n-- stderr:\nTraceback <most recent>"
+    parts = [DemoPart(f"Model {name}", name, failing) for name in DEMO]
+    return write_demo(parts, tmp_path_factory.mktemp("demo"))
+
+
+def test_the_page_of_the_demo_is_small_and_alone(demo: Path, large: Document) -> None:
+    assert [path.name for path in demo.parent.iterdir()] == ["report.html"]
+    text = demo.read_text(encoding="utf-8")
+    assert len(text.encode()) < 1_000_000
+    assert text.count("&lt;won&gt;") == len(DEMO)
+    assert not re.search(r"https?:|src=|@import|url\(data|<link|<img|xmlns", text)
+    hrefs = set(re.findall(r'(?<!:)href="([^"]*)"', text))
+    assert hrefs == {f"{name}/report.html" for name in DEMO}
+    for method in large.methods:
         assert html.escape(re.split(r"[|+]", method.name)[0]) in text
+
+
+def test_the_demo_has_the_charts_of_both_reports(demo: Path) -> None:
+    text = demo.read_text(encoding="utf-8")
+    names = [f"{part}-{name}" for part in DEMO for name in PICTURES if name in CHARTS]
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text)
+    assert found is not None
+    assert list(json.loads(found[1])) == names
+    assert text.count("Puts a chart that can be asked") == 1  # charts.js, once for all
+    # What is there without it: a picture in each figure, of which nothing has a name twice.
+    still = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    figures = re.findall(r'<figure id="figure-([^"]*)">.*?</figure>', still, flags=re.DOTALL)
+    assert figures == names
+    assert len(re.findall(r'<svg role="img" aria-label="[^"]+', still)) == len(names)
+    ids = re.findall(r' id="([^"]*)"', still)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:xlink:href="|url\()#([^")]*)', still)) <= set(ids)
+
+
+def test_the_demo_shows_failures_as_the_report_does(demo: Path) -> None:
+    text = demo.read_text(encoding="utf-8")
+    assert text.count("What failed") == len(DEMO)
+    assert text.count("Traceback &lt;most recent&gt;") == len(DEMO)
+    assert "<most recent>" not in text
 
 
 def test_the_page_of_a_demo_in_which_all_failed(tmp_path: Path) -> None:
     lost, _ = odd_documents()["all failed"]
     text = write_demo([DemoPart("Model", "model", lost)], tmp_path).read_text(encoding="utf-8")
-    assert "<img" not in text
+    assert not re.search("<figure|<svg|<script", text)
     assert 'class="failed"' in text
+    assert "E: no" in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on this machine")
+def test_a_browser_shows_the_demo(demo: Path, tmp_path: Path) -> None:
+    frames, said = measure(demo, tmp_path)
+    assert "CONSOLE" not in said, said
+    for frame in frames:
+        assert frame["needs"] <= frame["width"], "the page scrolls sideways"
+        assert frame["loaded"] == []
+        played = frame["played"]
+        assert len(frame["pictures"]) == played["charts"] == len(DEMO) * len(CHARTS)
+        # A method is hidden in the charts of one model, not in those of the other.
+        assert 0 < played["before"] - played["without"] <= len(CHARTS)
+        assert played["after"] == played["before"]
+    assert printed(demo, tmp_path).startswith(b"%PDF")

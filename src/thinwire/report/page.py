@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,8 +56,9 @@ class DrawnReport(NamedTuple):
 
 
 class PageFigure(NamedTuple):
-    """A picture on the page."""
+    """A picture on the page, under a name that no other has there."""
 
+    name: str
     picture: Picture
     svg: Markup
 
@@ -131,7 +132,7 @@ def put(path: Path, content: bytes) -> Path:
 
 def draw(document: Document) -> DrawnReport:
     """The page, and what is on it."""
-    mark = "projected" if document.projected else ""
+    mark = mark_of(document)
     sections: list[PageSection] = []
     pictures: dict[str, bytes] = {}
     for heading, makers in SECTIONS.items():
@@ -139,16 +140,10 @@ def draw(document: Document) -> DrawnReport:
         figures = []
         for picture in (one for one in made if isinstance(one, Picture)):
             inline, pictures[f"{picture.name}.png"] = picture.render(mark)
-            figures.append(PageFigure(picture, inline))
+            figures.append(PageFigure(picture.name, picture, inline))
         missing = [one for one in made if isinstance(one, str)]
         sections.append(PageSection(heading, figures, list(dict.fromkeys(missing))))
     settings = document.settings
-    charts = {
-        one.picture.name: one.picture.chart.to_json()
-        for section in sections
-        for one in section.figures
-        if one.picture.chart is not None
-    }
     html = environment().get_template("comparison.html.j2").render(
         title=f"thinwire compare: {_where(settings)}",
         scope=scope_of(document),
@@ -157,9 +152,9 @@ def draw(document: Document) -> DrawnReport:
         links=_links(settings) if settings.links else "the links asked for",
         headings=headings_of(settings),
         rows=[row_of(method, document) for method in document.methods],
-        failed=[_failed(method) for method in document.methods if method.error is not None],
+        failed=failed_of(document),
         sections=sections,
-        charts=_inside_script(charts),
+        charts=charts_of(figure for section in sections for figure in section.figures),
         pays=where_it_pays(document),
         settings=_shown(settings.model_dump(exclude={"command"})),
         machine=_shown({**document.machine, **document.versions}),
@@ -168,9 +163,22 @@ def draw(document: Document) -> DrawnReport:
     return DrawnReport(share_glyphs(html), pictures)
 
 
-def _inside_script(values: Any) -> Markup:
-    """JSON that no browser takes for the end of the script, or for a comment."""
-    text = json.dumps(values, separators=(",", ":"), allow_nan=False)
+def mark_of(document: Document) -> str:
+    """What stands at each heading where seconds are not measured."""
+    return "projected" if document.projected else ""
+
+
+def charts_of(figures: Iterable[PageFigure]) -> Markup:
+    """What charts.js draws, by the names of the figures.
+
+    JSON that no browser takes for the end of the script, or for a comment.
+    """
+    charts = {
+        figure.name: figure.picture.chart.to_json()
+        for figure in figures
+        if figure.picture.chart is not None
+    }
+    text = json.dumps(charts, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
@@ -259,6 +267,10 @@ def _spread(spread: Spread | None) -> ResultCell:
         return ResultCell(NOTHING)
     low, high = digits(spread.lowest), digits(spread.highest)
     return ResultCell(digits(spread.mean), f"{low} to {high}" if low != high else "")
+
+
+def failed_of(document: Document) -> list[FailedMethod]:
+    return [_failed(method) for method in document.methods if method.error is not None]
 
 
 def _failed(method: MethodResult) -> FailedMethod:

@@ -76,15 +76,27 @@ class Picture(NamedTuple):
 
         `mark` is "projected", or nothing.
         """
-        title = self.marked(mark)
-        figure = new_figure(WIDTH, self.height)
-        self.draw(figure)
-        settle(figure, [])
-        inline = svg(figure, f"{title}. {self.text} {self.scale}".strip(), salt=self.name)
+        figure = self._laid_out()
+        inline = self._inline(figure, mark, self.name)
         # Laid out once, which takes longest: the title goes onto more paper above it.
+        title = self.marked(mark)
         above = {"ha": "center", "va": "center", "fontsize": 9.5, "fontweight": "bold"}
         figure.text(0.5, 1 + TITLE / 2 / self.height, title, color=INK, **above)
         return inline, png(figure, title, WIDTH, self.height + TITLE)
+
+    def inline(self, mark: str, name: str) -> Markup:
+        """For a page alone, under a name that no other picture on it has."""
+        return self._inline(self._laid_out(), mark, name)
+
+    def _laid_out(self) -> Any:
+        figure = new_figure(WIDTH, self.height)
+        self.draw(figure)
+        settle(figure, [])
+        return figure
+
+    def _inline(self, figure: Any, mark: str, name: str) -> Markup:
+        label = f"{self.marked(mark)}. {self.text} {self.scale}".strip()
+        return svg(figure, label, salt=name)
 
     def marked(self, mark: str) -> str:
         return f"{self.title} ({mark})" if mark else self.title

@@ -1,11 +1,12 @@
 // Puts a chart that can be asked in the place of each picture that has data: hover for values, hide
-// methods, linear or logarithmic axes. Without it, and on paper, the pictures are there.
+// methods, linear or logarithmic axes. Without it, and on paper, the pictures are there. A method
+// that is hidden is so in all charts of its section of the page, or of the page if it has none.
 (() => {
   "use strict";
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 44;
   const NS = "http" + "://www.w3.org/2000/svg";
-  const hidden = new Set();
+  const hiddenIn = new Map();  // section: names of methods
   const redraws = [];
 
   const el = (name, attributes = {}, ...children) => {
@@ -52,6 +53,9 @@
   for (const [name, chart] of Object.entries(charts)) {
     const figure = document.getElementById(`figure-${name}`);
     if (!figure) continue;
+    const section = figure.closest("section");
+    if (!hiddenIn.has(section)) hiddenIn.set(section, new Set());
+    const hidden = hiddenIn.get(section);
     const log = { x: chart.log[0], y: chart.log[1] };
     const svg = document.createElementNS(NS, "svg");
     svg.setAttribute("role", "img");
