@@ -107,6 +107,10 @@ class OuterSGD:
         lr: learning rate; 1 without momentum is the average of the ranks' parameters.
         momentum: of the outer steps.
         nesterov: look ahead.
+
+    Reference: Wang et al., SlowMo: Improving Communication-Efficient Distributed SGD with Slow
+    Momentum, 2019, with momentum and without `nesterov`; Douillard et al., DiLoCo: Distributed
+    Low-Communication Training of Language Models, 2023, with both.
     """
 
     lr: float = 1.0
@@ -212,12 +216,18 @@ class NamedMethod(ABC):
 class DeepGradientCompression(NamedMethod):
     """Deep Gradient Compression: the largest 0.1 % of gradients that gather momentum as they wait.
 
+    u = m u + g; v = v + u; the largest of v are sent, and u and v start from zero there. See
+    `thinwire.feedback.DGC`.
+
     Args:
         ratio: share of elements sent in the end.
         warmup: steps (of an epoch, in the paper) at each of 25, 6.25, 1.5625 and 0.4 %, as far as
             that is more than `ratio`; 0 begins with `ratio`.
         clip: norm that the gradient of a unit is scaled down to before all, times sqrt(ranks).
         momentum, nesterov: as those of SGD; taken from the optimizer by `attach`.
+
+    Reference: Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for
+    Distributed Training, 2018.
     """
 
     ratio: float = 0.001
@@ -244,7 +254,14 @@ class DeepGradientCompression(NamedMethod):
 
 @dataclass(frozen=True)
 class SignSGD(NamedMethod):
-    """signSGD: the sign of each gradient, decided by the majority of ranks."""
+    """signSGD: the sign of each gradient, decided by the majority of ranks.
+
+    The step is sign(sum over ranks of sign(g)), ties counting as +1.
+
+    Reference: Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, 2018;
+    Bernstein et al., signSGD with Majority Vote is Communication Efficient And Fault Tolerant,
+    2019.
+    """
 
     name: ClassVar[str] = "signsgd"
 
@@ -256,8 +273,14 @@ class SignSGD(NamedMethod):
 class Signum(NamedMethod):
     """signSGD of a moving average of the gradient, decided by the majority of ranks.
 
+    v = m v + (1 - m) g; the step is sign(sum over ranks of sign(v)), ties counting as +1.
+
     Args:
-        momentum: of the moving average.
+        momentum: m, of the moving average.
+
+    Reference: Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, 2018;
+    Bernstein et al., signSGD with Majority Vote is Communication Efficient And Fault Tolerant,
+    2019.
     """
 
     momentum: float = 0.9
@@ -269,7 +292,13 @@ class Signum(NamedMethod):
 
 @dataclass(frozen=True)
 class EFSignSGD(NamedMethod):
-    """EF-signSGD: signs times the mean magnitude, what is left out remembered."""
+    """EF-signSGD: signs times the mean magnitude, what is left out remembered.
+
+    p = g + e; c = (||p||_1 / d) sign(p), for d elements; e = p - c; the step is the mean of c.
+
+    Reference: Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression
+    Schemes, 2019.
+    """
 
     name: ClassVar[str] = "ef-signsgd"
 
@@ -279,7 +308,14 @@ class EFSignSGD(NamedMethod):
 
 @dataclass(frozen=True)
 class OneBitSGD(NamedMethod):
-    """1-bit SGD: one bit per element, the means of both halves, what is left out remembered."""
+    """1-bit SGD: one bit per element, the means of both halves, what is left out remembered.
+
+    p = g + e; in c, the elements of a block that are >= 0 become their mean, and the others theirs;
+    e = p - c. Ranks sum shards, and what they send back of the sums is compressed so too.
+
+    Reference: Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+    Distributed Training of Speech DNNs, 2014.
+    """
 
     name: ClassVar[str] = "1bit-sgd"
 
@@ -291,8 +327,14 @@ class OneBitSGD(NamedMethod):
 class BitQSGD(NamedMethod):
     """QSGD with as many levels as fit so many bits; "qsgd:7" is the compressor with 7 levels.
 
+    |v| / norm is rounded to one of s = 2^(bits - 1) - 1 levels, up or down at random, so that the
+    mean is right. See `thinwire.QSGD`.
+
     Args:
         bits: per element, from 2 to 8; written ``qsgd:4bit``.
+
+    Reference: Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and
+    Encoding, 2017.
     """
 
     bits: int
@@ -315,7 +357,11 @@ class AdamUpdate(NamedMethod):
     """The update of each step, with each rank's own moments: sparse compression that Adam bears.
 
     What Adam divides by its second moment is this rank's own gradient, not one that arrives in
-    bursts; what is compressed and remembered is the step that Adam wants to take.
+    bursts; what is compressed and remembered is the step that Adam wants to take. With the common
+    parameters Theta and this rank's theta:
+
+        u = Theta - theta;   c = C(u + e);   e = u + e - c
+        Theta = Theta - mean(c);   theta = Theta - keep * e
 
     Args:
         ratio: share of elements sent.
@@ -324,6 +370,10 @@ class AdamUpdate(NamedMethod):
         keep: share of what a rank has not sent yet that its own parameters have already, so that
             its gradients are less stale.
         gain: make up for Adam's shorter steps: each rank's gradients are noisier than their mean.
+
+    Reference: Chen et al., Efficient-Adam: Communication-Efficient Distributed Adam, 2022, which
+    compresses both ways through a server; Wang et al., CocktailSGD: Fine-tuning Foundation Models
+    over 500Mbps Networks, 2023, whose local parameters minus the shared ones are the residual.
     """
 
     ratio: float = 0.01
@@ -355,9 +405,13 @@ def _differences(
 class LocalSGD(NamedMethod):
     """The average of the ranks' parameters every so many steps.
 
+    Theta = Theta - mean(C(Theta - theta)), of the last average Theta and each rank's own theta.
+
     Args:
         every: steps between two averages.
         compressor: of the differences to the last average.
+
+    Reference: Stich, Local SGD Converges Fast and Communicates Little, 2018.
     """
 
     every: int = 10
@@ -376,6 +430,8 @@ class PostLocalSGD(NamedMethod):
         every: steps between two averages.
         warmup: steps before that.
         compressor: of the differences to the last average.
+
+    Reference: Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018.
     """
 
     every: int = 10
@@ -391,10 +447,15 @@ class PostLocalSGD(NamedMethod):
 class DiLoCo(NamedMethod):
     """DiLoCo: many local steps, then one of an outer optimizer with Nesterov momentum.
 
+    D = mean(C(Theta - theta)); v = m v + D; Theta = Theta - lr (D + m v).
+
     Args:
         every: local steps in a round; 500 in the paper, fewer for small models.
-        lr, momentum: of the outer optimizer.
+        lr, momentum: of the outer optimizer; momentum is m.
         compressor: of the differences.
+
+    Reference: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models,
+    2023.
     """
 
     every: int = 500
@@ -412,6 +473,8 @@ class DiLoCo(NamedMethod):
 class SparseLoCo(NamedMethod):
     """SparseLoCo: the largest few differences of each chunk, in 2 bits, and a residual that fades.
 
+    e = decay e + (Theta - theta); c = C(e); e = e - c; Theta = Theta - lr mean(c).
+
     Args:
         every: local steps in a round.
         ratio: share of elements sent, of each chunk.
@@ -420,6 +483,8 @@ class SparseLoCo(NamedMethod):
         average: over all ranks ("world"), or over those that sent an element ("senders"), as in the
             paper: then an element that one rank sends moves as far as one that all send.
         chunk: elements in a chunk.
+
+    Reference: Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025.
     """
 
     every: int = 15
@@ -446,6 +511,8 @@ class SparseLoCo(NamedMethod):
 class StreamingDiLoCo(NamedMethod):
     """Streaming DiLoCo: one fragment of the model after the other, while training goes on.
 
+    Theta is moved as in `DiLoCo`; then theta = mixing theta + (1 - mixing) Theta.
+
     Args:
         every: local steps between two exchanges of a fragment.
         fragments: the layers are dealt out to.
@@ -453,6 +520,8 @@ class StreamingDiLoCo(NamedMethod):
         mixing: share of the local parameters that stays when the common ones arrive.
         lr, momentum: of the outer optimizer.
         compressor: of the differences, of which nothing is remembered.
+
+    Reference: Douillard et al., Streaming DiLoCo with overlapping communication, 2025.
     """
 
     every: int = 100
