@@ -10,6 +10,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from sphinx.util.inspect import signature, stringify_signature
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "src")]
 
@@ -93,6 +95,14 @@ def prepare(app, what, name, obj, options, lines):
     lines[:] = found
 
 
+def sign(app, what, name, obj, options, arguments, returned):
+    """Classes derived from one of a framework that is not there show their own arguments."""
+    if what == "class" and arguments == "(*args, **kwargs)" and "__init__" in vars(obj):
+        own = signature(obj.__init__, bound_method=True)
+        return stringify_signature(own, show_annotation=False), returned
+    return None
+
+
 # Documents that stand in the root of the repository, and their pages.
 OUTSIDE = {
     "README.md": "/index.md",
@@ -123,5 +133,6 @@ def read(app, name, source):
 
 def setup(app):
     app.connect("autodoc-process-docstring", prepare, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", sign)
     app.connect("source-read", read)
     return {"parallel_read_safe": True}

@@ -1,5 +1,6 @@
 """What the documents show must run, lead somewhere, and say what the records say."""
 
+import ast
 import doctest
 import importlib
 import os
@@ -330,10 +331,14 @@ def test_the_readme_has_measured_figures_in_blocks_only():
 # The site
 
 
-def test_every_public_name_is_in_the_reference():
+def documented() -> set[str]:
+    """Whole names, of all pages of the API reference."""
     pages = "\n".join(page.read_text() for page in (DOCS / "reference" / "api").glob("*.md"))
-    documented = set(re.findall(r"auto(?:class|function|exception|data|module):: ([\w.]+)", pages))
-    last = {name.rpartition(".")[2] for name in documented}
+    return set(re.findall(r"auto(?:class|function|exception|data|module):: ([\w.]+)", pages))
+
+
+def test_every_public_name_is_in_the_reference():
+    last = {name.rpartition(".")[2] for name in documented()}
     modules = [tw, *(getattr(tw, name) for name in tw.__all__ if _is_module(name))]
     for module in modules:
         for name in getattr(module, "__all__", ()):
@@ -343,6 +348,25 @@ def test_every_public_name_is_in_the_reference():
 
 def _is_module(name: str) -> bool:
     return isinstance(getattr(tw, name, None), types.ModuleType)
+
+
+def public_names(path: Path) -> list[str]:
+    """A module's `__all__`, read and not imported: frameworks need not be installed."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def test_every_public_name_of_an_integration_is_in_the_reference():
+    folder = ROOT / "src" / "thinwire" / "integrations"
+    wanted = {
+        f"thinwire.integrations.{path.stem}.{name}"
+        for path in folder.glob("*.py")
+        for name in public_names(path)
+    }
+    assert wanted
+    assert wanted <= documented(), f"docs/reference/api: {sorted(wanted - documented())}"
 
 
 def test_all_pages_are_in_an_index():

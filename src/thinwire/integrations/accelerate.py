@@ -154,4 +154,5 @@ class CheckpointedWire:
         return self.wire.gathered_state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Called on all processes, with the state of all ranks."""
         self.wire.load_state_dict(state)

@@ -69,7 +69,7 @@ def attach(engine: Any, compressor: CompressorGiven = "quantize:4", **options: A
 
 
 class EngineWire(Reducer):
-    """The wire of a DeepSpeed engine.
+    """The wire of a DeepSpeed engine, made by `attach`: a `thinwire.Reducer` that the engine calls.
 
     Attributes:
         step: backward passes with an exchange so far.

@@ -47,7 +47,12 @@ __all__ = [
     "broadcast_parameters",
 ]
 
-Average, Sum, Adasum = "Average", "Sum", "Adasum"
+#: The mean over all ranks, for `op`.
+Average = "Average"
+#: The sum over all ranks, for `op`.
+Sum = "Sum"
+#: A name of Horovod's that `op` refuses, with a reason.
+Adasum = "Adasum"
 MIN_NUMEL = 1024  # as for `attach`: smaller tensors are sent uncompressed, together
 
 NamedParameters = Iterable[tuple[str, Tensor]]
@@ -142,7 +147,13 @@ class SummableCompression:
 
 
 class Compression:
-    """What Horovod has under this name, for `DistributedOptimizer` here and for Horovod's own."""
+    """What Horovod has under this name, for `DistributedOptimizer` here and for Horovod's own.
+
+    Attributes:
+        none: uncompressed.
+        fp16: cast to float16 for the sum.
+        bf16: cast to bfloat16 for the sum.
+    """
 
     none = SummableCompression("none")
     fp16 = SummableCompression("cast:fp16")
@@ -368,6 +379,7 @@ def broadcast_parameters(
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
         root_rank: whose they are, a global rank.
+        group: of ranks; all by default.
     """
     entries = list(params.values() if isinstance(params, Mapping) else params)
     tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
@@ -390,6 +402,11 @@ def broadcast_optimizer_state(
     """Give all ranks the state and the options of one rank's optimizer.
 
     Tensors and plain values are sent as bytes: nothing that arrives is executed.
+
+    Args:
+        optimizer: one of torch, or of `DistributedOptimizer`.
+        root_rank: whose state it is, a global rank.
+        group: of ranks; all by default.
     """
     device = common_device(process_group(group))
     own = state_to_bytes(optimizer.state_dict()).to(device)

@@ -24,8 +24,8 @@ FILE = "thinwire.pt"  # in the folder of a checkpoint
 class Compression(_callback.TrainerCallback):  # type: ignore[misc]
     """Compresses what the processes of a Trainer exchange.
 
-    Every checkpoint holds what all ranks remember, in a file of its own, and ``train(resume_from_
-    checkpoint=...)`` goes on with it. Totals are in the Trainer's log.
+    Every checkpoint holds what all ranks remember, in a file of its own, and
+    ``train(resume_from_checkpoint=...)`` goes on with it. Totals are in the Trainer's log.
 
     Args:
         trainer: the Trainer, whose model is wrapped when training begins.
