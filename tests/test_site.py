@@ -73,6 +73,15 @@ def test_links_and_anchors_lead_somewhere_and_nothing_is_fetched(site: Path) -> 
                 assert known or not anchor, f"{path.relative_to(site)} leads to {lead}"
 
 
+def test_every_page_is_in_the_menu_once(site: Path) -> None:
+    text = (site / "index.html").read_text(encoding="utf-8")
+    menu = text[text.index('class="sidebar-tree"') :]
+    menu = menu[: menu.index("</aside>")]
+    found = re.findall(r'class="reference internal" href="([^"]+)"', menu)
+    pages = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")}
+    assert sorted(found) == sorted(map(Path.as_posix, pages - {Path("index.html")}))
+
+
 def test_markup_of_docstrings_was_understood(site: Path) -> None:
     for path in (site / "reference" / "api").glob("*.html"):
         text = path.read_text(encoding="utf-8")
