@@ -5,7 +5,7 @@ STAMP := $(VENV)/.stamp
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup docs figures test test-slow test-integrations test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-federated bench-policies bench-compare bench-plan chaos soak clean clean-kernels
+.PHONY: help setup docs docs-links figures test test-slow test-integrations test-thorough fuzz test-torch check format demo bench bench-network bench-training bench-methods bench-local bench-fsdp bench-federated bench-policies bench-compare bench-plan chaos soak clean clean-kernels
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,10 @@ format: setup  ## Format the code and apply the safe lint fixes
 docs: setup  ## Build the documentation site from docs/ and the docstrings: build/docs/index.html
 	$(VENV)/bin/python -m sphinx -W --keep-going -q -j auto -b html -d build/doctrees docs build/docs
 	@echo "built: build/docs/index.html"
+
+docs-links: setup  ## Follow the documentation's links to other sites (needs the internet; not in CI)
+	$(VENV)/bin/python -m sphinx -q -j auto -b linkcheck -d build/doctrees docs build/links
+	@echo "all lead somewhere: build/links/output.txt"
 
 figures: setup  ## Write the figures of README.md and docs/benchmarks.md from the newest records
 	$(VENV)/bin/python benchmarks/figures.py

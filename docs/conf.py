@@ -44,6 +44,12 @@ html_theme_options = {"navigation_with_keys": True}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
+# `make docs-links` follows the links to other sites.
+linkcheck_ignore = [r"https?://(localhost|127\.0\.0\.1)\b"]
+linkcheck_anchors_ignore_for_url = [r"https://github\.com/"]  # its pages make them by script
+linkcheck_timeout = 20
+linkcheck_retries = 2
+
 # Docstrings: Google style; words in single backquotes are code.
 default_role = "code"
 autodoc_member_order = "bysource"
