@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 PAGES += sorted(DOCS.rglob("*.md"))
-ROOMS = (
+SUBPACKAGES = (
     *("compressors", "collectives", "pipeline", "feedback", "reducer", "policies", "methods"),
     *("optim", "parallel", "workloads"),
 )
@@ -39,14 +39,14 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def modules_of(room: str) -> list[str]:
-    """A room is a package of modules, or a module by itself."""
-    found = importlib.import_module(f"thinwire.{room}")
+def modules_of(subpackage: str) -> list[str]:
+    """Of a package of modules, or a module by itself."""
+    found = importlib.import_module(f"thinwire.{subpackage}")
     inside = pkgutil.iter_modules(getattr(found, "__path__", ()))
     return [f"{found.__name__}.{module.name}" for module in inside] or [found.__name__]
 
 
-MODULES = [name for room in ROOMS for name in modules_of(room)]
+MODULES = [name for each in SUBPACKAGES for name in modules_of(each)]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -296,9 +296,10 @@ def test_relative_links_lead_somewhere(page):
             assert anchor in anchors_of(there), f"{name_of(page)} links to {target}#{anchor}"
 
 
-def test_code_and_messages_name_pages_that_exist():
-    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
-        for target in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
+def test_code_messages_and_pages_name_pages_that_exist():
+    code = [*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    for path in [*code, *(ROOT / "examples").glob("*.py"), *PAGES]:
+        for target in re.findall(r"(?<![\w/])docs/[\w/-]+(?:\.md|/)", path.read_text()):
             assert (ROOT / target).exists(), f"{name_of(path)} names {target}"
 
 

@@ -15,17 +15,17 @@ import pytest
 import thinwire as tw
 
 SRC = Path(__file__).resolve().parents[1] / "src"
-FACE = "thinwire"  # thinwire/__init__.py: may import anything; of the rooms only cli may import it
-ROOMS = (
+FACE = "thinwire"  # thinwire/__init__.py: may import anything; of subpackages only cli may
+SUBPACKAGES = (
     *("kernels", "frames", "compressors", "collectives", "pipeline", "feedback", "reducer"),
     *("policies", "methods", "optim", "parallel", "integrations", "workloads", "plan", "lab"),
     *("compare", "report", "bench", FACE, "cli"),
     "__main__",
 )
-LEAVES = frozenset(
+BASE = frozenset(
     {"check", "errors", "formatting", "machine", "spec", "telemetry", "torch_internals"}
 )
-MAY_TALK = frozenset({*ROOMS[ROOMS.index("collectives") :], "torch_internals"}) - {FACE}
+MAY_TALK = frozenset({*SUBPACKAGES[SUBPACKAGES.index("collectives") :], "torch_internals"}) - {FACE}
 
 
 class Module(NamedTuple):
@@ -34,12 +34,12 @@ class Module(NamedTuple):
     is_package: bool = False
 
     @property
-    def room(self) -> str:
-        return room_of(self.name)
+    def subpackage(self) -> str:
+        return subpackage_of(self.name)
 
 
-def room_of(name: str) -> str:
-    """`thinwire.frames.frame` is in room frames; `thinwire` is the face."""
+def subpackage_of(name: str) -> str:
+    """`thinwire.frames.frame` is in subpackage frames; `thinwire` is the face."""
     return name.split(".")[1] if "." in name else FACE
 
 
@@ -76,16 +76,16 @@ def imports_any(module: Module, *targets: str) -> bool:
 
 def wrong_way(module: Module) -> list[str]:
     """The imports of a module that point to its right, as `importer -> imported`."""
-    if module.room == FACE:
+    if module.subpackage == FACE:
         return []
-    reach = ROOMS.index(module.room) + 1 if module.room in ROOMS else 0
-    allowed = LEAVES | set(ROOMS[:reach])
+    reach = SUBPACKAGES.index(module.subpackage) + 1 if module.subpackage in SUBPACKAGES else 0
+    allowed = BASE | set(SUBPACKAGES[:reach])
     wrong = []
     for name in sorted(imported(module)):
         if name == FACE or name.startswith(f"{FACE}."):
-            room = room_of(name)
-            # `from thinwire import TopK` names no room: it is an import of the face.
-            if (room if room in LEAVES.union(ROOMS) else FACE) not in allowed:
+            found = subpackage_of(name)
+            # `from thinwire import TopK` names no subpackage: it is an import of the face.
+            if (found if found in BASE.union(SUBPACKAGES) else FACE) not in allowed:
                 wrong.append(f"{module.name} -> {name}")
     return wrong
 
@@ -94,30 +94,34 @@ def shared_class_names(modules: list[Module]) -> list[str]:
     """Names that more than one class has, private and nested ones included, with their places."""
     places: dict[str, list[str]] = {}
     # Adapters of different frameworks have the same words: tw.lightning.Compression.
-    for module in (m for m in modules if m.room != "integrations"):
+    for module in (m for m in modules if m.subpackage != "integrations"):
         for node in ast.walk(ast.parse(module.source)):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{module.name}, line {node.lineno}")
     return [f"{name} ({'; '.join(found)})" for name, found in places.items() if len(found) > 1]
 
 
-def test_every_module_stands_in_a_room() -> None:
+def test_every_module_stands_in_a_subpackage() -> None:
     assert MODULES, f"no source found under {SRC}: correct SRC in this test"
-    lost = [m.name for m in MODULES if m.room not in LEAVES.union(ROOMS)]
-    assert not lost, f"{lost} stand in no room: move them into one, or give ROOMS a new one"
+    lost = [m.name for m in MODULES if m.subpackage not in BASE.union(SUBPACKAGES)]
+    assert not lost, (
+        f"{lost} stand in no subpackage: move them into one, or give SUBPACKAGES a new one"
+    )
 
 
 def test_imports_point_one_way() -> None:
     wrong = [edge for module in MODULES for edge in wrong_way(module)]
     assert not wrong, (
-        f"{wrong} point to the right in {' -> '.join(ROOMS)}: move the shared part to the left, "
-        "or pass it in as an argument"
+        f"{wrong} point to the right in {' -> '.join(SUBPACKAGES)}: move the shared part to the "
+        "left, or pass it in as an argument"
     )
 
 
-def test_only_collectives_and_later_rooms_talk() -> None:
+def test_only_collectives_and_later_subpackages_talk() -> None:
     wrong = [
-        m.name for m in MODULES if m.room not in MAY_TALK and imports_any(m, "torch.distributed")
+        m.name
+        for m in MODULES
+        if m.subpackage not in MAY_TALK and imports_any(m, "torch.distributed")
     ]
     assert not wrong, f"{wrong} use torch.distributed: move what talks to collectives"
 

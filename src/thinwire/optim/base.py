@@ -1,4 +1,4 @@
-"""What the optimizers of this room share: the exchange, the checks, checkpoints, statistics.
+"""What the optimizers of this subpackage share: the exchange, the checks, checkpoints, statistics.
 
 A step first computes, in tensors of its own, what is to be exchanged; then exchanges it; and only
 when that has succeeded changes parameters and state. So a step that raises has changed nothing.
