@@ -854,8 +854,8 @@ class LocalSteps(AveragingWire):
 
         Args:
             path: of the checkpoint, for loading: what is to be loaded is as large as it says there.
-                Torch's list of what it holds is read, which is a pickle: it can run code, so load
-                only what you trust.
+                Torch's list of what it holds is read, which is a pickle: whoever can write to that
+                directory can run code here. Load only checkpoints of your own.
         """
         from thinwire.parallel.checkpoint import LocalCheckpoint
 

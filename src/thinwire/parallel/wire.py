@@ -434,8 +434,8 @@ class Wire:
 
         Args:
             path: of the checkpoint, for loading one that may come from another number of ranks.
-                Torch's list of what it holds is read, which is a pickle: it can run code, so load
-                only what you trust.
+                Torch's list of what it holds is read, which is a pickle: whoever can write to that
+                directory can run code here. Load only checkpoints of your own.
         """
         from thinwire.parallel.checkpoint import Checkpoint
 
