@@ -22,7 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / page for page in ("benchmarks.md", "guides/policies.md", "plan.md")),
+    *(
+        ROOT / "docs" / page
+        for page in (
+            *("benchmarks.md", "guides/policies.md", "plan.md", "guides/local-steps.md"),
+            "reference/methods/arc.md",
+        )
+    ),
 )
 BLOCK = re.compile(r"(<!-- figures ([\w-]+) -->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
 _FILES = re.compile(r" --(?:out|progress|picture) \S+")
@@ -333,6 +339,53 @@ def method_costs(record: Record) -> list[str]:
         f"{record.setting('ranks')} hosts, links of {rate(record.setting('link'))}, "
         f"`{record.setting('model')}`, {record.setting('rounds')} steps of each in turn.",
     ]
+
+
+ARC_STEPS = 300  # of the trainings that a time is given for
+
+
+def arc_time(records: dict[str, Record], page: Path) -> list[str]:
+    """Accuracy of sparsifiers beside what their steps take in a lab with as many hosts."""
+    rows = []
+    trained = records["arc-images"].measured
+    for ranks in (4, 8):
+        timed: dict[tuple[str, str], list[float]] = {}
+        for row in records[f"arc-cost-{ranks}"].measured:
+            timed.setdefault((row["method"], row["collective"]), []).append(row["ms"])
+        for (method, collective), ms in timed.items():
+            spec = method if method == "ddp" else f"{method}+ef14"
+            names = (spec, re.sub(r"(arc:[\d.]+)", r"\1,row=128,width=2", spec))
+            own = next(
+                (
+                    row
+                    for row in trained
+                    if row["method"] in names
+                    and (row["ranks"], row["workload"]) == (ranks, "images")
+                ),
+                None,
+            )
+            if own is None or collective == "gather":
+                continue
+            middle = statistics.median(ms)
+            rows.append(
+                [
+                    str(ranks),
+                    f"`{method}`",
+                    spread(own["metric"]),
+                    f"{own['megabytes_a_step']:.3f}",
+                    of_all(ms),
+                    f"{ARC_STEPS * middle / 1e3:.0f}",
+                ]
+            )
+    columns = (
+        *("ranks", "EF14", "test accuracy, %", "MB per step", "ms per step (lowest to highest)"),
+        f"s for {ARC_STEPS} steps",
+    )
+    sources = []
+    for name in ("arc-images", "arc-cost-4", "arc-cost-8"):
+        sources += source(records[name], page, "")[1:]
+    link = rate(records["arc-cost-4"].setting("link"))
+    return [*table(columns, rows), "", f"Links of {link}.", "", "\n\n".join(sources)]
 
 
 def collectives(record: Record) -> list[str]:
@@ -795,6 +848,8 @@ class Block(NamedTuple):
 
 
 BLOCKS: dict[str, Block] = {
+    "arc-images": Block(methods, "python benchmarks/methods.py --parts arc"),
+    "arc-text": Block(methods, "python benchmarks/methods.py --workload text --parts arc"),
     "collectives": Block(collectives, "python benchmarks/collectives.py"),
     "compare-images": Block(comparison, "python benchmarks/compare.py"),
     "compare-text-10mbit": Block(comparison, "python benchmarks/compare.py --workload text"),
@@ -868,6 +923,7 @@ def all_sources(records: dict[str, Record], page: Path) -> list[str]:
 PAGE_BLOCKS: dict[str, Callable[[dict[str, Record], Path], list[str]]] = {
     "all-records": all_sources,
     "all-targets": all_targets,
+    "arc-time": arc_time,
     "front": front,
 }
 

@@ -120,15 +120,15 @@ def _rice_decode(unary, last, low, bit, parameter, n, out):
             last = at
             rest = u64(0)
             if parameter:
-                k, shift = bit >> 6, bit & 63
+                k, shift = u64(bit >> 6), bit & 63
                 rest = low[k] >> u64(shift)
                 if shift + parameter > 64:
-                    rest |= low[k + 1] << u64(64 - shift)
+                    rest |= low[k + u64(1)] << u64(64 - shift)
                 bit += parameter
             before += 1 + ((quotient << parameter) | np.int64(rest & mask))
             if before >= n or before < 0:
                 return -1
-            out[done] = before
+            out[u64(done)] = before
             done += 1
     return done
 
