@@ -27,7 +27,7 @@ from rich.console import Console
 
 import thinwire as tw
 from thinwire.bench.results import TensorResults, document, ratio
-from thinwire.bench.run import PAUSE, prepare, run, shown
+from thinwire.bench.run import pause, prepare, run, shown
 from thinwire.bench.settings import BenchSettings, read_size
 from thinwire.lab import Loopback
 
@@ -71,7 +71,7 @@ def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dic
             begin = time.perf_counter()
             work()
             seconds[name].append(time.perf_counter() - begin)
-            time.sleep(PAUSE)
+            pause()
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 

@@ -24,8 +24,7 @@ from thinwire.compressors import LocalCompressor, local_of
 from thinwire.formatting import show_bytes, show_count
 from thinwire.machine import available_bytes, busy, machine, versions
 
-# Seconds after work of torch: its threads wait for more of it, on the cores that are measured next.
-PAUSE = 0.02
+_PAUSE = 0.02  # seconds
 Tick = Callable[[str, str], None]  # told stage and detail of what begins now, once per step
 
 
@@ -134,15 +133,26 @@ def _time(
             if i < plan.eager_rounds:
                 tick(f"{title}: speed of plain PyTorch", str(measurement.compressor))
                 measurement.time_eager()
-                time.sleep(PAUSE)
+                pause()
 
 
 def _seconds_of_pass(r: Tensor, g: Tensor) -> float:
     begin = time.perf_counter()
     r += g
     seconds = time.perf_counter() - begin
-    time.sleep(PAUSE)
+    pause()
     return seconds
+
+
+def pause() -> None:
+    """What comes after work of torch, whose threads wait for more on the cores that are measured
+    next.
+
+    Awake: a system may put a thread that has slept on one core with its helpers, for a while.
+    """
+    end = time.perf_counter() + _PAUSE
+    while time.perf_counter() < end:
+        pass
 
 
 def _weigh(plan: BenchPlan, report: BenchReport, tick: Tick) -> None:
