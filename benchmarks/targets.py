@@ -1,7 +1,7 @@
 """Measure the library against its performance targets; every figure is a ratio within one run.
 
     python benchmarks/targets.py [--only calls] [--size 25.6M] [--rounds 15]
-                                 [--out benchmarks/records/NAME.json]
+                                 [--out benchmarks/records/NAME.json] [--picture FILE.png]
 
 Rounds interleave ``r += g`` and all candidates, so that whatever else the machine does falls on all
 alike; figures are medians over rounds. Needs a machine that is otherwise idle: a memory pass slows
@@ -26,6 +26,7 @@ from recording import write_record
 from rich.console import Console
 
 import thinwire as tw
+from thinwire.bench.picture import write_picture
 from thinwire.bench.results import TensorResults, document, ratio
 from thinwire.bench.run import pause, prepare, run, shown
 from thinwire.bench.settings import BenchSettings, read_size
@@ -199,6 +200,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("calls",), help="what a call costs, alone")
     parser.add_argument("--size", default="25.6M", help="elements of the tensor (25.6M)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds to take the median of (15)")
+    parser.add_argument("--picture", type=Path, help="draw ratio against error, and speed, as PNG")
     arguments = read_options(parser)
     if arguments.as_rank:
         rank_call(json.loads(Path(arguments.as_rank).read_text()))
@@ -228,6 +230,8 @@ def main() -> int:
     show_targets(Console(), results)
     if arguments.out:
         write_record(arguments, "thinwire.targets/1", {"bench": document(report)}, results)
+    if arguments.picture:
+        write_picture(report, arguments.picture)
     return 0
 
 
