@@ -114,10 +114,10 @@ bench-policies: setup  ## The fastest step, a link that changes, too strong a st
 	$(VENV)/bin/python benchmarks/policies.py accuracy
 	$(VENV)/bin/python benchmarks/policies.py layers
 
-bench-compare: setup  ## The full comparison on a slow network, with its targets (about 50 minutes)
+bench-compare: setup  ## The full comparison on a slow network, with its targets (about 70 minutes)
 	$(VENV)/bin/python benchmarks/compare.py
-	$(VENV)/bin/python benchmarks/compare.py --workload text --seeds 1
-	$(VENV)/bin/python benchmarks/compare.py --workload text --seeds 1 --link 100mbit
+	$(VENV)/bin/python benchmarks/compare.py --workload text
+	$(VENV)/bin/python benchmarks/compare.py --workload text --link 100mbit
 
 bench-plan: setup  ## Predicted against measured step times, cell by cell; goes on where it stopped (2 hours)
 	$(VENV)/bin/python benchmarks/plan.py --out benchmarks/records/plan.json

@@ -2,7 +2,7 @@
 
     python benchmarks/compare.py [--workload images] [--link 10mbit] [--steps 120] [--seeds 3]
                                  [--sweep 100mbit,1gbit] [--out benchmarks/records/NAME.json]
-    python benchmarks/compare.py --workload text --seeds 1 [--link 100mbit] ...
+    python benchmarks/compare.py --workload text [--link 100mbit] ...
 
 The same as `thinwire compare` with more methods, seeds and steps, and with a table of targets. The
 record is the document of that comparison: `thinwire report NAME.json --out FOLDER` draws it. The

@@ -286,7 +286,8 @@ def adam_sentence(record: Record, longer: Record, page: Path) -> str:
     if best["name"] in rows:
         above = 100 * (rows[best["name"]] / next(iter(rows.values())) - 1)
         other = os.path.relpath(longer.path, page.parent)
-        text += f" Over 600 steps it ended {above:.0f} % above DDP's loss ([record]({other}))."
+        text += f" Over 600 steps {code(best['name'])} ended {above:.0f} % above DDP's loss "
+        text += f"([record]({other}))."
     return text
 
 
