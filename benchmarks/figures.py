@@ -348,7 +348,8 @@ ARC_STEPS = 300  # of the trainings that a time is given for
 def arc_time(records: dict[str, Record], page: Path) -> list[str]:
     """Accuracy of sparsifiers beside what their steps take in a lab with as many hosts."""
     rows = []
-    trained = records["arc-images"].measured
+    studies = [records["arc-images"], records["methods-images"]]
+    trained = [row for study in studies for row in study.measured]
     for ranks in (4, 8):
         timed: dict[tuple[str, str], list[float]] = {}
         for row in records[f"arc-cost-{ranks}"].measured:
@@ -383,7 +384,7 @@ def arc_time(records: dict[str, Record], page: Path) -> list[str]:
         f"s for {ARC_STEPS} steps",
     )
     sources = []
-    for name in ("arc-images", "arc-cost-4", "arc-cost-8"):
+    for name in ("arc-images", "methods-images", "arc-cost-4", "arc-cost-8"):
         sources += source(records[name], page, "")[1:]
     link = rate(records["arc-cost-4"].setting("link"))
     return [*table(columns, rows), "", f"Links of {link}.", "", "\n\n".join(sources)]
