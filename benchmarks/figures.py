@@ -865,6 +865,7 @@ BLOCKS: dict[str, Block] = {
     "hierarchical": Block(hierarchical, "python benchmarks/hierarchical.py"),
     "hierarchical-8-hosts": Block(hierarchical, "python benchmarks/hierarchical.py --hosts 8"),
     "local": Block(local, "python benchmarks/local.py"),
+    "local-gain": Block(local, "python benchmarks/local.py --methods ..."),
     "methods-cost-4": Block(method_costs, "python benchmarks/methods.py --cost"),
     "methods-cost-8": Block(method_costs, "python benchmarks/methods.py --cost --ranks 8"),
     "methods-images": Block(methods, "python benchmarks/methods.py --workload images"),
