@@ -98,6 +98,8 @@ bench-methods: setup  ## Accuracy against bytes for all methods, and what their 
 	$(VENV)/bin/python benchmarks/methods.py --workload text --steps 80
 	$(VENV)/bin/python benchmarks/methods.py --cost
 	$(VENV)/bin/python benchmarks/methods.py --cost --ranks 8 --rounds 9
+	$(VENV)/bin/python benchmarks/methods.py --cost --model images
+	$(VENV)/bin/python benchmarks/methods.py --cost --model images --ranks 8 --rounds 9
 
 bench-local: setup  ## Loss against bytes of a transformer under AdamW: gradients, updates, local steps (about two hours)
 	$(VENV)/bin/python benchmarks/local.py

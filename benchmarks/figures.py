@@ -18,6 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from policies import TURN
+
+from thinwire.formatting import show_rate
+from thinwire.lab.topology import parse_rate
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 PAGES = (
@@ -25,14 +30,12 @@ PAGES = (
     *(
         ROOT / "docs" / page
         for page in (
-            *("benchmarks.md", "guides/policies.md", "plan.md", "guides/local-steps.md"),
-            "reference/methods/arc.md",
+            *("benchmarks.md", "guides/policies.md", "plan.md", "reference/methods/arc.md"),
         )
     ),
 )
 BLOCK = re.compile(r"(<!-- figures ([\w-]+) -->\n)(.*?)(<!-- /figures -->)", re.DOTALL)
 _FILES = re.compile(r" --(?:out|progress|picture) \S+")
-_RATE = re.compile(r"([\d.]+)([kmg])bit")
 _DATED = re.compile(r"(.+?)-(\d{4}-\d\d-\d\d)(.*)")
 
 
@@ -119,13 +122,17 @@ def times(value: float | None) -> str:
 
 
 def rate(text: str) -> str:
-    """A rate as one writes it."""
-    found = _RATE.fullmatch(text)
-    return text if found is None else f"{found[1]} {found[2].replace('k', 'K').title()}bit/s"
+    """A rate as one writes it; what is none, as loopback, stays."""
+    try:
+        return show_rate(parse_rate(text))
+    except ValueError:
+        return text
 
 
 def of_all(values: Sequence[float], form: str = ".0f") -> str:
     """The median, and how far the values lie apart."""
+    if len(values) == 1:
+        return format(values[0], form)
     return between(statistics.median(values), min(values), max(values), form)
 
 
@@ -180,9 +187,7 @@ def comparison_rows(
                 f"{metric['mean']:.2f} ({metric['lowest']:.2f} to {metric['highest']:.2f})"
                 if metric["lowest"] != metric["highest"]
                 else f"{metric['mean']:.2f}",
-                of_all([1000 * run["step_seconds"] for run in method["runs"]])
-                if len(method["runs"]) > 1
-                else f"{1000 * found['step_seconds']:.0f}",
+                of_all([1000 * run["step_seconds"] for run in method["runs"]]),
                 f"{target['seconds']:.0f} s" if target else "not reached",
                 times(target["speedup"]) if target else "",
                 f"{found['megabytes_a_step']:.3f}",
@@ -347,25 +352,18 @@ ARC_STEPS = 300  # of the trainings that a time is given for
 
 def arc_time(records: dict[str, Record], page: Path) -> list[str]:
     """Accuracy of sparsifiers beside what their steps take in a lab with as many hosts."""
-    rows = []
-    studies = [records["arc-images"], records["methods-images"]]
-    trained = [row for study in studies for row in study.measured]
+    rows, trained = [], {}
+    for study in ("methods-images", "arc-images"):  # the latter counts where both have a row
+        for row in records[study].measured:
+            if row["workload"] == "images":
+                name = row["method"].replace(",row=128,width=2", "")  # the defaults
+                trained[name, row["ranks"]] = row
     for ranks in (4, 8):
         timed: dict[tuple[str, str], list[float]] = {}
         for row in records[f"arc-cost-{ranks}"].measured:
             timed.setdefault((row["method"], row["collective"]), []).append(row["ms"])
         for (method, collective), ms in timed.items():
-            spec = method if method == "ddp" else f"{method}+ef14"
-            names = (spec, re.sub(r"(arc:[\d.]+)", r"\1,row=128,width=2", spec))
-            own = next(
-                (
-                    row
-                    for row in trained
-                    if row["method"] in names
-                    and (row["ranks"], row["workload"]) == (ranks, "images")
-                ),
-                None,
-            )
+            own = trained.get((method if method == "ddp" else f"{method}+ef14", ranks))
             if own is None or collective == "gather":
                 continue
             middle = statistics.median(ms)
@@ -620,9 +618,6 @@ def auto_policy(record: Record) -> list[str]:
         "",
         f"{record.setting('ranks')} hosts; all methods take turns of {TURN} steps.",
     ]
-
-
-TURN = 4  # of the study of `auto`
 
 
 def _quartiles(seconds: list[float]) -> tuple[float, float]:

@@ -120,6 +120,7 @@ def _rice_decode(unary, last, low, bit, parameter, n, out):
             last = at
             rest = u64(0)
             if parameter:
+                # Unsigned, as in `sparse`: no index counts from the end.
                 k, shift = u64(bit >> 6), bit & 63
                 rest = low[k] >> u64(shift)
                 if shift + parameter > 64:
