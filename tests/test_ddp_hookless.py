@@ -338,7 +338,7 @@ def on_death() -> str:
     model, wire = idle_model()
     train(model, range(6))
     assert wire._hook._hookless.next
-    if dist.get_rank() == 2:
+    if dist.get_rank() == 1:
 
         def die(gradient: Tensor) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -348,10 +348,11 @@ def on_death() -> str:
 
 
 def test_a_rank_that_dies_in_a_pass_of_ddp_is_ddps_error():
-    with ranks.Ranks(3) as group:
-        found = group.run(on_death, dying=[2])
-    for error in found[:2]:
-        assert error.startswith(("RuntimeError: ", "DistBackendError: ", "PeerError: ")), error
+    """Of three ranks one might wait for the other survivor, whose connections end with its process:
+    that is DDP's own way too."""
+    with ranks.Ranks(2) as group:
+        error = group.run(on_death, dying=[1])[0]
+    assert error.startswith(("RuntimeError: ", "DistBackendError: ", "PeerError: ")), error
 
 
 def on_refusals(ddp: dict[str, Any], options: dict[str, Any]) -> bool:

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.collectives.allreduce import AllReduce
-from thinwire.collectives.channel import Channel
 from thinwire.collectives.footprint import Footprint
 from thinwire.collectives.link import Link
+from thinwire.collectives.order import Turn
 
 N = 50_000
 LONG = 60.0  # seconds that something which must happen may take on a busy machine
@@ -39,7 +39,7 @@ class Watching:
         self.seen = 0
         self._moving = False
         self._prepared = threading.Event()
-        prepare, look_ahead, finish = AllReduce.prepare, Channel.look_ahead, AllReduce.finish
+        prepare, note, finish = AllReduce.prepare, Turn.note_prepared, AllReduce.finish
 
         def counted(exchange: Any) -> None:
             self.seen += self._moving
@@ -47,9 +47,9 @@ class Watching:
             if self._moving:
                 self._prepared.set()
 
-        def begin(channel: Any, exchange: Any) -> None:
+        def begin(turn: Any) -> None:
             self._moving = True
-            look_ahead(channel, exchange)
+            note(turn)
 
         def end(exchange: Any) -> None:
             self._prepared.wait(seconds)
@@ -58,7 +58,7 @@ class Watching:
             finish(exchange)
 
         patch.setattr(AllReduce, "prepare", counted)
-        patch.setattr(Channel, "look_ahead", begin)
+        patch.setattr(Turn, "note_prepared", begin)
         patch.setattr(AllReduce, "finish", end)
 
 

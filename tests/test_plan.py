@@ -4,7 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,17 @@ from thinwire.collectives import choose as choosing
 from thinwire.collectives import costs
 from thinwire.collectives.costs import (
     FRAMING,
+    NO_EXCHANGE,
+    ChannelSchedule,
     Coding,
     Due,
+    ExchangeCost,
     Interconnect,
     direct,
     exchange_cost,
     gather,
     local_step,
+    meeting,
     overlapped_step,
     plain_sum,
     ring,
@@ -35,6 +39,7 @@ from thinwire.collectives.costs import (
     twoshot,
     waiting_step,
 )
+from thinwire.collectives.order import AT_ONCE
 from thinwire.collectives.reduction import Part, Reduction
 from thinwire.collectives.stream import slice_count
 from thinwire.formatting import show_seconds
@@ -162,7 +167,8 @@ def test_one_rank_exchanges_nothing() -> None:
 
 def test_exchanges_queue_on_one_channel() -> None:
     # encode 1 s, move 8 s, decode 1 s; ready at 1 and 2 of 4 s. The second is encoded while the
-    # first moves, which is decoded while the second does: 1 + 1 + 8 = 10, then 8 + 1 more.
+    # first moves, which is decoded while the second does: 1 + 1 + 8 = 10, then 8 + 1 more. Nobody
+    # waits for round trips, so that the second may begin before the first has moved gains nothing.
     network = Interconnect(2, FRAMING * MB, **FREE)
     coding = Coding("summable", frame=4.0, encode=1 / MB, decode=1 / MB)
     first = exchange_cost(coding, MB, network)
@@ -172,10 +178,96 @@ def test_exchanges_queue_on_one_channel() -> None:
     cost = overlapped_step([Due(coding, MB, 0.25), Due(coding, MB, 0.5)], network, 4.0)
     assert cost.seconds == pytest.approx(1 + 1 + 2 * sum_seconds + 1)
     assert cost.hidden == pytest.approx(4 + 2 * sum_seconds - (cost.seconds - 4.0))
-    # One that comes when the first has arrived waits for its decoding: nobody else would do it.
-    line, slow = costs.ChannelSchedule(), first._replace(decode=3.0)
+    # One that comes when the first has arrived does not wait for its decoding: it comes at 2.5 + 8,
+    # is encoded in 1 s, moves in 8 s and is decoded in 3 s.
+    line, slow = ChannelSchedule(network.round_trip), first._replace(decode=3.0)
     assert line.add(1.0, slow) == pytest.approx(2 + sum_seconds + 3)
-    assert line.add(2.5 + sum_seconds, slow) == pytest.approx(5 + 2 * sum_seconds + 3)
+    assert line.add(2.5 + sum_seconds, slow) == pytest.approx(
+        2.5 + sum_seconds + 1 + sum_seconds + 3
+    )
+
+
+def short(rounds: int, trip: float, encode: float = 0.0, decode: float = 0.0) -> ExchangeCost:
+    """An exchange of no bytes to speak of: so many round trips, and codecs."""
+    own, trips = NO_EXCHANGE, rounds * trip
+    return own._replace(encode=encode, moving=trips, decode=decode, rounds=rounds, trips=trips)
+
+
+def test_what_waits_shares_round_trips_once_it_is_released() -> None:
+    # Round trips of 10 s. The first goes alone; what waited when it began knows that after 10 s.
+    # The fourth begins when the first has ended, the fifth to seventh when the second to fourth
+    # have.
+    line = ChannelSchedule(10.0)
+    assert [line.add(0.0, short(1, 10.0)) for _ in range(7)] == [10, 20, 20, 20, 30, 30, 30]
+    # Of two round trips each: the second and third begin at 10, the fourth at 20, when the first
+    # has ended, the fifth and sixth at 30, the seventh at 40.
+    line = ChannelSchedule(10.0)
+    assert [line.add(0.0, short(2, 10.0)) for _ in range(7)] == [20, 30, 30, 40, 50, 50, 60]
+    # A step has the same: tensors of 4 bytes go with one record.
+    network = Interconnect(2, 1e15, delay=5.0, **FREE)
+    due = [Due(Coding("summable"), 1, 0.0)]
+    for count, seconds in ((1, 10.0), (4, 20.0), (7, 30.0)):
+        assert overlapped_step(count * due, network, 0.1).seconds == pytest.approx(seconds)
+        found = local_step(count * due, network, 0.1, every=1).seconds
+        assert found == pytest.approx(0.1 + seconds)
+
+
+def test_what_does_not_wait_when_another_begins_goes_behind_it() -> None:
+    # Each comes when the one before has ended: one after the other, 1 + 20 + 2 s each.
+    line, ended = ChannelSchedule(10.0), 0.0
+    for number in range(5):
+        ended = line.add(ended, short(2, 10.0, encode=1.0, decode=2.0))
+        assert ended == pytest.approx(23.0 * (number + 1))
+    # The second and third come when the first has begun. So the second begins when that has moved,
+    # at 20, and the third a round trip later, at 30, as it waited then.
+    line = ChannelSchedule(10.0)
+    arrivals = (0.0, 5.0, 5.0)
+    assert [line.add(each, short(2, 10.0)) for each in arrivals] == [20, 40, 50]
+
+
+def test_exchanges_at_a_time_are_not_faster_than_the_link() -> None:
+    # Rings of 6 hops of 1 s each: round trips of 0.5 s hide behind what moves. Of five at once only
+    # meetings wait, each while another moves.
+    network = Interconnect(4, RINGED, delay=0.25, **FREE)
+    meets = meeting(network).seconds
+    due = [Due(Coding("summable"), MB, 0.0)]
+    assert overlapped_step(due, network, 0.1).seconds == pytest.approx(meets + 6.0)
+    whole = overlapped_step(5 * due, network, 0.1).seconds
+    assert whole == pytest.approx(5 * (meets - 0.5 + 6.0))
+    # What is left without round trips is what hosts without delay take, also inside of hosts.
+    many = network._replace(ranks_per_host=2)
+    for spec in ("none", "quantize:4", "topk:0.01"):
+        coding = table().coding(tw.parse(spec))
+        for numel, nodes in product((10, MB, 16 * MB), (False, True)):
+            cost = exchange_cost(coding, numel, many, nodes)
+            near = exchange_cost(coding, numel, many._replace(delay=0.0), nodes)
+            assert near.trips == 0 < cost.trips
+            assert cost.moving - cost.trips == pytest.approx(near.moving), (spec, numel, nodes)
+
+
+@given(
+    trip=st.sampled_from((0.0, 0.1, 1.0)),
+    drawn=st.lists(
+        st.tuples(*[st.floats(0.0, 3.0)] * 4, st.integers(1, 4)), min_size=1, max_size=12
+    ),
+)
+def test_a_few_exchanges_are_under_way_at_a_time(
+    trip: float, drawn: list[tuple[float, float, float, float, int]]
+) -> None:
+    line, arrived, alone, link = ChannelSchedule(trip), 0.0, 0.0, 0.0
+    ended: list[float] = []
+    for pause, encode, moving, decode, rounds in drawn:
+        arrived += pause
+        cost = short(rounds, trip, encode=encode, decode=decode)
+        cost = cost._replace(moving=cost.moving + moving)
+        ended.append(line.add(arrived, cost))
+        alone = max(alone, arrived) + cost.seconds
+        link += moving
+        slack = 1e-9 * alone
+        assert link - slack <= ended[-1] <= alone + slack, "not longer than one after the other"
+        assert ended[-1] >= arrived + cost.seconds - slack
+        if len(ended) > AT_ONCE:
+            assert ended[-1] >= ended[-1 - AT_ONCE] + cost.seconds - slack
 
 
 def test_large_tensors_go_in_slices() -> None:

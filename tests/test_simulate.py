@@ -1,6 +1,7 @@
 """The simulator: links by hand, equal ranks against the formulas, what unevenness must do."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import thinwire as tw
 from thinwire.collectives.costs import (
     CROWDED,
     Coding,
+    Due,
     Interconnect,
     direct,
     held_up,
@@ -23,6 +25,7 @@ from thinwire.plan import simulate
 from thinwire.plan.events import pass_links, turn_ring
 from thinwire.plan.simulate import (
     COLLECTIVES,
+    WITHOUT_MEETING,
     World,
     direct_round,
     exchange_round,
@@ -128,6 +131,60 @@ def test_a_step_of_equal_ranks_is_that_of_the_formulas() -> None:
         # Eight that begin together are no crowd: the formula lies above by at most that.
         formula = overlapped_step(due, network, 0.1).seconds
         assert CROWDED * formula <= found.seconds <= 1.02 * formula
+
+
+@pytest.mark.parametrize(
+    ("delay", "parameters"),
+    [pytest.param(0.05, 10**6, id="round trips"), pytest.param(1e-3, 10**8, id="bytes")],
+)
+def test_over_a_distance_a_step_is_that_of_the_formulas(delay: float, parameters: int) -> None:
+    table, ranks = shipped()["cores-1"], 8
+    world, network = make_world(ranks, RATE, delay=delay), Interconnect(ranks, RATE, delay=delay)
+    # Eight that begin together are no crowd, as above; sums around a ring are none anyway.
+    for spec, least in (("topk:0.01", CROWDED), ("cast:bf16", 0.999)):
+        due = UniformModel(parameters).compressed(tw.parse(spec), table, ranks)
+        due = [each._replace(ready=0.0) for each in 5 * due]
+        found = simulate_step(world, due, 0.1).seconds
+        formula = overlapped_step(due, network, 0.1).seconds
+        assert least * formula <= found <= 1.001 * formula
+
+
+def far(ranks: int = 2) -> tuple[World, Due]:
+    """Round trips of a second, and an exchange of two of them that takes nothing else."""
+    world = make_world(ranks, 1e15, delay=0.5, start=0.0, peer=0.0)
+    return replace(world, meeting=0.0), Due(Coding("whole", 1.0), 1e6, 0.0)
+
+
+def test_exchanges_that_wait_share_round_trips() -> None:
+    # The second and third begin a second after the first, the fourth when that has ended.
+    world, due = far()
+    found = [simulate_step(world, count * [due], 0.1, "gather").seconds for count in range(1, 5)]
+    assert found == pytest.approx([2.0, 3.0, 3.0, 4.0], rel=1e-3)
+
+
+def test_an_exchange_is_released_when_it_waits_on_all_ranks() -> None:
+    # One rank has the second and third half a second late, when the first has begun. So the second
+    # begins when that has ended, at 2, and the third a round trip later.
+    world, due = far()
+    world = replace(world, speed=np.array([0.001, 1.0]))
+    late = due._replace(ready=0.5)
+    assert simulate_step(world, [due, late, late], 1.0, "gather").seconds == pytest.approx(
+        5.0, rel=1e-3
+    )
+    # If it has all three a second late, all wait when the first begins there, at 1. That ends at 3;
+    # both others begin at 2.
+    all_late = [due._replace(ready=1.0)] * 3
+    assert simulate_step(world, all_late, 1.0, "gather").seconds == pytest.approx(4.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("collective", WITHOUT_MEETING)
+def test_without_meetings_exchanges_go_one_after_the_other(collective: str) -> None:
+    world, due = far(6)
+    due = due._replace(coding=Coding("plain"))
+    once = simulate_step(world, [due], 0.1, collective).seconds
+    assert once >= 1.0
+    found = simulate_step(world, 4 * [due], 0.1, collective).seconds
+    assert found == pytest.approx(4 * once)
 
 
 def test_aggregated_messages_take_as_long_as_each_by_itself(

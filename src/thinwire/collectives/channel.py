@@ -1,11 +1,12 @@
-"""One FIFO thread and one link for each (process, group): all exchanges of a group, in order.
+"""A few threads and one link for each (process, group): all exchanges of a group, in order.
 
-Ranks agree on the order of exchanges because each submits them in program order and one thread
-carries them out. While one moves its data, a second thread prepares the next and a third finishes
-the one before, if they share no memory: so compressing a layer, sending the one before and adding
-up what came of a third overlap. No more than one is prepared ahead, and one left to be finished.
-The link is made with the first exchange. A channel ends with its process group, with the
-interpreter, or with the first exchange that loses a peer.
+Ranks agree on the order of exchanges because each submits them in program order. Where several
+wait, up to `AT_ONCE` of them are under way at a time, each with a thread and connections of its
+own, if they share no memory: so compressing a layer, sending the one before and adding up what came
+of a third overlap, and while one waits for what comes from afar, others move their data.
+`thinwire.collectives.order` sees to it that ranks agree. The link is made with the first exchange,
+its lanes when first used. A channel ends with its process group, with the interpreter, or with the
+first exchange that loses a peer.
 """
 
 import atexit
@@ -14,9 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -28,30 +27,30 @@ from thinwire.collectives.connect import LOOK, GivenUpError, Members, Pulse, joi
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.link import Link
 from thinwire.collectives.options import Options
+from thinwire.collectives.order import AT_ONCE, Order, Ordered, Turn
 from thinwire.collectives.watch import reap
 from thinwire.errors import PeerError, ThinwireError
 
-_NOTHING = object()
+ENDED = "the process group has been destroyed"
 IDLE_CHECK = 1.0  # seconds between two looks whether the process group still exists
 LOOKED_OVER = 16  # handles of a thread from which on those that were waited for are let go
 GRACE = 1.0  # seconds that exchanges get to end when their group or the interpreter does
 PATIENCE = 10.0  # seconds that threads then have to close their connections, on a busy machine
 
 
-class Runnable(Protocol):
+class Runnable(Ordered, Protocol):
     """What a channel carries out; see `thinwire.collectives.exchange.Exchange`."""
 
     handle: Handle
     options: Options
-    looks_back: bool
-
-    def run(self, link: Link, limit: timedelta) -> None: ...
-
-    def complete(self, link: Link) -> None: ...
 
     def prepare_early(self) -> None: ...
 
-    def may_run_beside(self, other: Any) -> bool: ...
+    def admit(self) -> None: ...
+
+    def run(self, link: Link, limit: timedelta, turn: Turn | None) -> None: ...
+
+    def complete(self, link: Link) -> None: ...
 
 
 class Direct(Protocol):
@@ -61,7 +60,7 @@ class Direct(Protocol):
 
 
 class Channel:
-    """The thread and the link of one group; `submit` is all that others call."""
+    """The threads and the link of one group; `submit` is all that others call."""
 
     def __init__(self, members: Members, alive: Callable[[], bool]) -> None:
         self.members = members
@@ -69,14 +68,9 @@ class Channel:
         self.count = 0  # exchanges submitted so far: equal on all ranks of a sound program
         self.logged: set[tuple[str, str]] = set()  # choices of collectives
         self._alive = alive
-        self._exchanges: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None at the end
-        self._moving: Runnable | None = None  # what is under way, once it is prepared
-        self._next: deque[Any] = deque()  # at most one that was taken from the queue ahead of time
-        self._preparing: Future[None] | None = None  # the preparation of that
-        self._preparer = _Worker(f"thinwire {members.name} preparer")
-        self._finishing: Runnable | None = None  # what has come and is being written
-        self._finished: Future[None] | None = None  # the end of that
-        self._finisher = _Worker(f"thinwire {members.name} finisher")
+        self._order = Order()
+        self._exchanges: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None for a thread to end
+        self._helpers: list[threading.Thread] = []  # made when one thread is not enough
         self._link: Link | None = None
         self._end: float | None = None  # when to give up, once that is known
         self._lost: str | None = None
@@ -116,16 +110,26 @@ class Channel:
 
     def _submit(self, exchange: Runnable) -> None:
         if self._end is not None:
-            raise PeerError("the process group has been destroyed")
+            raise PeerError(ENDED)
         self._check_thread(exchange.handle.what)
         self.count += 1
-        self._exchanges.put(exchange)
-        self._prepare_next()
+        self._enqueue(exchange)
+
+    def _enqueue(self, exchange: Runnable) -> None:
+        turn, waiting = self._order.join(exchange)
+        self._exchanges.put(turn)
+        threads = 1 + len(self._helpers)
+        if threads < min(waiting, AT_ONCE):
+            helper = threading.Thread(
+                target=self._help, name=f"{self.thread.name} {threads}", daemon=True
+            )
+            self._helpers.append(helper)
+            helper.start()
 
     def _check_thread(self, what: str) -> None:
         """Refuse an exchange beside one of another thread: on another rank it might come first."""
         me, caller = threading.current_thread(), self._caller
-        if me is self.thread or me is self._finisher.thread:
+        if me is self.thread or me in self._helpers:
             return
         if caller is not None and caller is not me:
             does = "is inside a call"
@@ -149,41 +153,6 @@ class Channel:
             elif not _ordered(me, thread):
                 return thread
         return None
-
-    def look_ahead(self, moving: Runnable) -> None:
-        """Called by the exchange that is under way when it is prepared: the next may be, too."""
-        with self._lock:
-            self._moving = moving
-            self._prepare_next()
-
-    def _prepare_next(self) -> None:
-        """Have the next exchange prepared while one moves its data and another is finished."""
-        if self._moving is None or self._preparing is not None or self._end is not None:
-            return
-        if not self._next:
-            try:
-                self._next.append(self._exchanges.get_nowait())
-            except queue.Empty:
-                return
-        (following,) = self._next
-        under_way = [each for each in (self._moving, self._finishing) if each is not None]
-        if following is not None and all(map(following.may_run_beside, under_way)):
-            # None if the interpreter ends: it is prepared when its turn comes.
-            self._preparing = self._preparer.start(following.prepare_early)
-
-    def _take_next(self) -> Any:
-        """The next exchange, prepared if that has begun; None at the end.
-
-        Raises:
-            queue.Empty: there is none for some time.
-        """
-        with self._lock:
-            self._moving = None
-            preparing, self._preparing = self._preparing, None
-            item = self._next.popleft() if self._next else _NOTHING
-        if preparing is not None:
-            preparing.result()
-        return self._exchanges.get(timeout=IDLE_CHECK) if item is _NOTHING else item
 
     @property
     def link(self) -> Link | None:
@@ -227,20 +196,20 @@ class Channel:
     def _run(self) -> None:
         while True:
             try:
-                item = self._take_next()
+                turn = self._exchanges.get(timeout=IDLE_CHECK)
             except queue.Empty:
                 if self._alive():
                     self._tidy_up()
                     continue
                 break
-            if item is None:
+            if turn is None:
                 break
-            self._carry_out(item)
-            del item  # it holds tensors
-        self._wait_for_finisher()
+            self._carry_out(turn)
+            del turn  # it holds tensors
+        self._exchanges.put(None)
+        for helper in self._helpers:
+            helper.join()
         self._refuse_the_rest()
-        self._preparer.shutdown()
-        self._finisher.shutdown()
         with self._lock:
             left, self._direct = self._direct, set()
         for direct in left:
@@ -248,6 +217,13 @@ class Channel:
         if self._link is not None:
             self._link.close(farewell=True)
         self._linger()
+
+    def _help(self) -> None:
+        """What another thread does."""
+        while (turn := self._exchanges.get()) is not None:
+            self._carry_out(turn)
+            del turn  # it holds tensors
+        self._exchanges.put(None)  # for the next thread
 
     def _linger(self) -> None:
         """Stay until operations that were left behind have ended, at the latest with their time
@@ -258,7 +234,7 @@ class Channel:
     def _tidy_up(self) -> None:
         """Nothing is to do: close what nobody needs any more."""
         forget_ended()
-        if self._link is None or self._link.closed or self._direct:
+        if self._link is None or self._link.closed or self._direct or not self._order.empty:
             return
         if self._link.neighbour_left:
             # The neighbour on the other side learns of it in the same way.
@@ -267,112 +243,95 @@ class Channel:
 
     def _refuse_the_rest(self) -> None:
         """What was submitted at the last moment must end, too."""
+        late = []
         with self._lock:
             self._end = time.monotonic()
-            late = [*self._next]
-            self._next.clear()
             while not self._exchanges.empty():
                 late.append(self._exchanges.get())
-            for exchange in late:
-                if exchange is not None:
-                    self._refuse(exchange)
+        for item in late:
+            if item is not None:
+                self._refuse(item)
 
-    def _refuse(self, exchange: Runnable) -> None:
-        exchange.handle._end(PeerError("the process group has been destroyed"))
+    def _refuse(self, turn: Turn) -> None:
+        exchange: Any = turn.exchange
+        self._order.stop(turn, moved=False)
+        exchange.handle._end(PeerError(ENDED))
+        self._order.end(turn)
 
-    def _carry_out(self, exchange: Runnable) -> None:
-        finishing = self._finishing
-        if exchange.looks_back or (
-            finishing is not None and not exchange.may_run_beside(finishing)
-        ):
-            self._wait_for_finisher()
-        del finishing
-        error = _error_of(lambda: self._run_exchange(exchange))
-        self._wait_for_finisher()  # exchanges end in their order
-        if error is None and self._is_followed():
-            with self._lock:
-                self._finishing = exchange
-            self._finished = self._finisher.start(lambda: self._end_exchange(exchange, None))
-            if self._finished is not None:
-                return
-        self._end_exchange(exchange, error)
+    def _carry_out(self, turn: Turn) -> None:
+        """All of an exchange, while other threads may be at others."""
+        exchange: Any = turn.exchange
+        error = error_of(lambda: self._take_part(exchange, turn))
+        self._order.stop(turn, moved=error is None)
+        seconds = exchange.handle.account.seconds
+        if "network" in seconds:
+            seconds["network"] *= self._order.share(turn)
+        error = self._come_to_an_end(exchange, turn.judged_late, error)
+        self._order.note_ending(turn)
+        exchange.handle._end(error)
+        self._order.end(turn)
         error = None  # its traceback holds this frame, and with it the process group
 
-    def _is_followed(self) -> bool:
-        """Whether another exchange waits for its turn."""
-        with self._lock:
-            return bool(self._next) or not self._exchanges.empty()
+    def _take_part(self, exchange: Runnable, turn: Turn) -> None:
+        if self._order.may_prepare(turn):
+            exchange.prepare_early()
+            turn.note_prepared()
+        self._order.begin(turn)
+        self._check_connections()
+        limit = exchange.options.timeout or self.members.timeout
+        link = self._connect(limit)
+        if not turn.judged_late:
+            exchange.admit()
+        if turn.lane:
+            link = link.beside(f"lane {turn.lane}", AT_ONCE * limit, counts=False)
+        self._run_exchange(exchange, link, limit, turn)
 
-    def _end_exchange(self, exchange: Runnable, error: BaseException | None) -> None:
-        """Finish what has come, or not, and tell whoever waits."""
-        link = self._link
-        if error is None:
-            assert link is not None
-            error = _error_of(lambda: exchange.complete(link))
-        # One that went well says nothing about connections that the next has lost meanwhile.
-        if error is not None and self._lost is None and link is not None and link.closed:
-            self._lost = str(error)
-        exchange.handle.account.lost = self._lost is not None
-        with self._lock:
-            self._finishing = None
-            self._prepare_next()  # may have waited for this one's memory
-        exchange.handle._end(error)
-        error = None
-
-    def _wait_for_finisher(self) -> None:
-        finished, self._finished = self._finished, None
-        if finished is not None:
-            finished.result()
-
-    def _run_exchange(self, exchange: Runnable) -> None:
-        timeout = exchange.options.timeout or self.members.timeout
+    def _check_connections(self) -> None:
         if self._given_up():
             raise GivenUpError
         if self._lost is not None:
             raise PeerError(f"the group lost its connections in an earlier call: {self._lost}")
+
+    def _connect(self, limit: timedelta) -> Link:
+        """The link, made when first asked for."""
         if self._link is None:
             try:
-                self._link = Link(self.members, timeout, self._given_up)
+                self._link = Link(self.members, limit, self._given_up)
             except ThinwireError as error:
                 self._lost = str(error)
                 raise
-        link = self._link
+        return self._link
+
+    def _run_exchange(
+        self, exchange: Runnable, link: Link, limit: timedelta, turn: Turn | None
+    ) -> None:
         before = (link.bytes_sent, link.bytes_received, link.network_bytes)
         try:
-            exchange.run(link, timeout)
+            exchange.run(link, limit, turn)
         finally:
             account = exchange.handle.account
             account.bytes_sent = link.bytes_sent - before[0]
             account.bytes_received = link.bytes_received - before[1]
             account.network_bytes = link.network_bytes - before[2]
 
-
-class _Worker:
-    """A thread of its own, from the first time that there is something to do."""
-
-    def __init__(self, name: str) -> None:
-        self.thread: threading.Thread | None = None
-        self._name = name
-        self._pool: ThreadPoolExecutor | None = None
-
-    def start(self, work: Callable[[], None]) -> Future[None] | None:
-        """Have it done; None if the interpreter ends, and with it all threads."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, self._name, self._begin)
-        try:
-            return self._pool.submit(work)
-        except RuntimeError:
-            return None
-
-    def _begin(self) -> None:
-        self.thread = threading.current_thread()
-
-    def shutdown(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+    def _come_to_an_end(
+        self, exchange: Runnable, judged_late: bool, error: BaseException | None
+    ) -> BaseException | None:
+        """Finish what has come, or not; what went wrong."""
+        link = self._link
+        if error is None and judged_late:  # of no use if one before it has failed
+            error = error_of(self._check_connections) or error_of(exchange.admit)
+        if error is None:
+            assert link is not None
+            error = error_of(lambda: exchange.complete(link))
+        # One that went well says nothing about connections that the next has lost meanwhile.
+        if error is not None and self._lost is None and link is not None and link.closed:
+            self._lost = str(error)
+        exchange.handle.account.lost = self._lost is not None
+        return error
 
 
-def _error_of(work: Callable[[], None]) -> BaseException | None:
+def error_of(work: Callable[[], None]) -> BaseException | None:
     """What a stage raises."""
     try:
         work()

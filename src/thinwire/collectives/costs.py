@@ -15,17 +15,19 @@ Measured: 1.03 to 1.12 round trips for each among two and four hosts, 1.5 among 
     ring        P - 1 hops (all-gather) or 2 (P - 1) hops (all-reduce) between neighbours; gloo
                 sends chunks in halves, so that one waits while the other moves
 
-Exchanges of one channel go one after the other, while the next one is prepared and the last one
-finished (decision 24). A large tensor goes in slices: while one moves, the next is compressed and
-what came of the one before is summed (decision 25).
+Of the exchanges of one channel a few are under way at a time: while one waits for a round trip,
+others move their data (decision 24, `ChannelSchedule`). A large tensor goes in slices: while one
+moves, the next is compressed and what came of the one before is summed (decision 25).
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from thinwire.collectives.choose import SMALL, TWICE, moved
 from thinwire.collectives.message import ALIGNMENT
+from thinwire.collectives.order import AT_ONCE
 from thinwire.collectives.stream import slices_for
 from thinwire.collectives.transport import (
     FIELDS,
@@ -68,7 +70,7 @@ RINGS = 0.96
 # reached 0.74 and 0.87 of 20 Mbit/s (benchmarks/records/hierarchical-*2026-11-16.json).
 CROWDED_UPLINK = 0.80
 # Slices that move at the same time: gloo's groups have two threads each (decision 25).
-AT_ONCE = 2
+SLICES_AT_ONCE = 2
 # Forward takes a third of a step: backward multiplies each matrix twice.
 FORWARD = 1 / 3
 # Seconds below which a difference of sums is what rounding left of it.
@@ -127,6 +129,7 @@ class Moved(NamedTuple):
         work: of `seconds`, what a core is busy: software of rounds, and bytes where hosts share it.
         rounds: how often a rank waits for others.
         waits: of `seconds`, what passes while nothing moves: software and round trips.
+        trips: of `seconds`, what hosts without delay would not take.
     """
 
     seconds: float = 0.0
@@ -135,6 +138,7 @@ class Moved(NamedTuple):
     work: float = 0.0
     rounds: int = 0
     waits: float = 0.0
+    trips: float = 0.0
 
     def then(self, other: "Moved") -> "Moved":
         """Both, one after the other."""
@@ -145,18 +149,25 @@ class Moved(NamedTuple):
             self.work + other.work,
             self.rounds + other.rounds,
             self.waits + other.waits,
+            self.trips + other.trips,
         )
 
     def in_slices(self, slices: int) -> "Moved":
         """So many of these, one behind the other: while one waits, another moves, or two wait."""
         moving = slices * (self.seconds - self.waits)
+
+        def seconds(waits: float) -> float:
+            return waits + max(moving, (slices - 1) * waits / SLICES_AT_ONCE)
+
+        whole = seconds(self.waits)
         return Moved(
-            self.waits + max(moving, (slices - 1) * self.waits / AT_ONCE),
+            whole,
             slices * self.sent,
             slices * self.egress,
             slices * self.work,
             self.rounds,
             self.waits,
+            whole - seconds(self.waits - self.trips),
         )
 
 
@@ -198,10 +209,11 @@ def direct(network: Interconnect, message: float, cold: bool = False) -> Moved:
         together,
     )
     software = network.start + (p - 1) * network.peer
-    waits = software + network.round_trip
+    trip = network.round_trip
+    waits = software + trip
     if cold and network.hosts > 1:
-        waits += slow_start(message, network.rate / (h * (p - h)), network.round_trip)
-    return Moved(waits + seconds, (p - 1) * message, out / h, software + together, 1, waits)
+        waits += slow_start(message, network.rate / (h * (p - h)), trip)
+    return Moved(waits + seconds, (p - 1) * message, out / h, software + together, 1, waits, trip)
 
 
 def ring(network: Interconnect, hops: int, chunk: float, cold: bool = False) -> Moved:
@@ -223,12 +235,13 @@ def ring(network: Interconnect, hops: int, chunk: float, cold: bool = False) -> 
     # way, and wait for each other.
     half = seconds if network.ranks == 2 else seconds / 2
     waits = hops * max(0.0, software + network.round_trip + half - seconds)
+    trips = min(waits, hops * network.round_trip)
     if cold and network.hosts > 1:
         waits += slow_start(hops * chunk, network.rate, network.round_trip)
     out = hops * chunk / network.ranks_per_host if network.hosts > 1 else 0.0
     # Threads of the backend sleep between hops.
     work = hops * together
-    return Moved(waits + hops * seconds, hops * chunk, out, work, hops, waits)
+    return Moved(waits + hops * seconds, hops * chunk, out, work, hops, waits, trips)
 
 
 def slow_start(num_bytes: float, rate: float, round_trip: float) -> float:
@@ -273,10 +286,11 @@ def tree_sum(network: Interconnect, message: float) -> Moved:
     hosts, levels = network.hosts, math.ceil(math.log2(network.hosts))
     sent = 2 * (hosts - 1) / hosts * message
     slowest = min(network.rate, network.uplink if network.racks > 1 else math.inf)
-    waits = 2 * levels * (network.start + network.round_trip / 2)
+    trips = levels * network.round_trip
+    waits = 2 * levels * network.start + trips
     seconds = waits + FRAMING * sent / slowest
     egress = sent / network.ranks_per_host
-    return Moved(seconds, sent, egress, 2 * levels * network.start, 2 * levels, waits)
+    return Moved(seconds, sent, egress, 2 * levels * network.start, 2 * levels, waits, trips)
 
 
 def summable(network: Interconnect, message: float, cold: bool = False) -> Moved:
@@ -421,6 +435,7 @@ class ExchangeCost(NamedTuple):
         work: seconds of a core: codecs and software.
         rounds: how often a rank waits for others.
         codec: seconds of all encoding and summing, beside what moves or not.
+        trips: of `moving`, the round trips in which the link is free for other exchanges.
     """
 
     encode: float
@@ -432,6 +447,7 @@ class ExchangeCost(NamedTuple):
     work: float
     rounds: int
     codec: float
+    trips: float
 
     @property
     def seconds(self) -> float:
@@ -444,7 +460,7 @@ class ExchangeCost(NamedTuple):
         return self.moving - self.between
 
 
-NO_EXCHANGE = ExchangeCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0)
+NO_EXCHANGE = ExchangeCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0)
 
 
 def slices_of(coding: Coding, collective: str, numel: float, ranks: int) -> int:
@@ -534,6 +550,7 @@ def _cost(
         codec + decode + found.work,
         found.rounds,
         codec,
+        found.trips,
     )
 
 
@@ -598,21 +615,42 @@ class Due(NamedTuple):
 
 
 class ChannelSchedule:
-    """Exchanges of one channel, in their order: while one moves, the next is encoded, no more than
-    one ahead, and the one before decoded."""
+    """Exchanges of one channel, in their order (`thinwire.collectives.order`).
 
-    def __init__(self) -> None:
-        self._began = self._moved = self._ended = 0.0
+    At most `AT_ONCE` are under way, from encoding to decoding, of which one at a time is encoded.
+    One that waits already when another begins is released a round trip later: it moves beside
+    those before it. Any other moves when they have moved. All share the link, but not the waiting
+    for round trips. They are decoded in their order.
+
+    Args:
+        round_trip: after which ranks know what waits on all of them.
+    """
+
+    def __init__(self, round_trip: float) -> None:
+        self._round_trip = round_trip
+        self._prepared = self._moved = 0.0  # the last one, all of them
+        self._link = 0.0  # when it is free
+        # Of the last few. What was released by one that has ended is released when it is prepared.
+        self._began = deque([-math.inf], AT_ONCE)
+        self._ended = deque([0.0] * AT_ONCE, AT_ONCE)
 
     def add(self, arrived: float, cost: ExchangeCost) -> float:
-        """When one that is there at a time has ended."""
-        prepared = max(arrived, self._began) + cost.encode
-        # Another thread decodes only if the next one waits already.
-        free = self._moved if arrived <= self._moved else self._ended
-        self._began = max(prepared, free)
-        self._moved = max(self._began + cost.moving, self._ended)
-        self._ended = self._moved + cost.decode
-        return self._ended
+        """When the next one has ended.
+
+        Args:
+            arrived: when it is there; not before the last one.
+        """
+        self._prepared = max(arrived, self._prepared, self._ended[0]) + cost.encode
+        released = next((each for each in self._began if arrived <= each), math.inf)
+        free = min(released + self._round_trip, self._moved)
+        began = max(self._prepared, self._began[-1], free)
+        self._link = max(self._link, began) + cost.moving - cost.trips
+        moved = max(self._link, began + cost.moving)
+        ended = max(moved, self._ended[-1]) + cost.decode
+        self._moved = max(self._moved, moved)
+        self._began.append(began)
+        self._ended.append(ended)
+        return ended
 
 
 def overlapped_step(
@@ -622,17 +660,17 @@ def overlapped_step(
     busy: float = 0.0,
     nodes: bool = False,
 ) -> StepCost:
-    """A step whose exchanges begin while backward goes on, one after the other on one channel.
+    """A step whose exchanges begin while backward goes on, on one channel (`ChannelSchedule`).
 
-    While one moves its data the next is encoded and the last one decoded (`ChannelSchedule`). Plain
-    all-reduces of gloo go two at a time: they share the link, but not the waiting for round trips.
+    Plain all-reduces of gloo go two at a time: they share the link, but not the waiting for round
+    trips.
 
     Args:
         compute: seconds of the step without communication.
         busy: of a second of codecs and software, what computing loses: 1 where both want the same
             cores, 0 where exchanges have cores of their own.
     """
-    line, late, work = ChannelSchedule(), 0.0, 0.0
+    line, late, work = ChannelSchedule(network.round_trip), 0.0, 0.0
     # Of plain ones: the last has ended, the last but one has, the link is free.
     ended = before = link = last = 0.0
     encode = moving = decode = sent = egress = 0.0
@@ -641,9 +679,8 @@ def overlapped_step(
         cost = exchange_cost(coding, numel, network, nodes, cold)
         arrived = ready * compute + late
         if coding.kind == "plain":
-            waits = min(cost.moving, cost.rounds * network.round_trip)
             began, before = max(arrived, before), ended
-            link = max(link, began) + cost.moving - waits
+            link = max(link, began) + cost.moving - cost.trips
             ended = max(link, began + cost.moving)
             last = max(last, ended)
         else:
@@ -741,13 +778,14 @@ def local_step(
 ) -> StepCost:
     """The mean over a round of local steps.
 
-    Each of `fragments` parts is exchanged once in `every` steps, while `overlap` steps go on.
+    Each of `fragments` parts is exchanged once in `every` steps, while `overlap` steps go on. All
+    exchanges of a fragment are there at once.
 
     Args:
         exchanges: of one fragment.
     """
     encode = moving = decode = sent = egress = ended = 0.0
-    line = ChannelSchedule()
+    line = ChannelSchedule(network.round_trip)
     for coding, numel, _ in exchanges:
         cost = exchange_cost(coding, numel, network, nodes, compute > IDLE)
         ended = line.add(0.0, cost)

@@ -20,6 +20,7 @@ from thinwire.collectives.footprint import Footprint
 from thinwire.collectives.handle import Handle
 from thinwire.collectives.link import BackendRefusedError, Link
 from thinwire.collectives.options import Options
+from thinwire.collectives.order import Turn
 from thinwire.collectives.transport import LISTED, Call, Transport
 from thinwire.compressors import Compressor
 from thinwire.errors import MismatchError, PeerError, ReplicaError
@@ -35,21 +36,23 @@ KNOWN_TO_ALL = (BackendRefusedError, GivenUpError, MismatchError, PeerError, Rep
 class Exchange(ABC):
     """What the thread of a group's channel carries out, stage by stage:
 
-    0. `enter`     whether to take part at all; may ask the other ranks first.
-    1. `prepare`   reads tensors and makes what is to be sent. What fails here on one rank is told
+    0. `admit`     whether to take part at all, by what came of exchanges before. Where one goes
+                   beside those, asked before `finish`: whether what came is to be written.
+    1. `enter`     may ask the other ranks first.
+    2. `prepare`   reads tensors and makes what is to be sent. What fails here on one rank is told
                    to the others.
-    2. `exchange`  meets the others and moves data, until this rank holds, opened and checked, all
+    3. `exchange`  meets the others and moves data, until this rank holds, opened and checked, all
                    that it will write.
-    3. `finish`    writes results and residuals; the next exchange may be under way by then.
-       `undo`      in place of `finish` when a stage has failed: all is as before the call.
+    4. `finish`    writes results and residuals; the next exchange may be under way by then.
 
+    Nothing of the caller's is written before `finish`: what fails earlier has changed nothing.
     What fails after `prepare` and was not announced closes the connections: the other ranks may
     have succeeded, and must not go on with replicas that differ.
 
     A subclass fills `details`: what ranks must agree in, besides the name of the call.
 
     Attributes:
-        looks_back: `enter` asks for the results of earlier exchanges, which must have ended then.
+        looks_back: `admit` asks for the results of earlier exchanges, which must have ended then.
 
     Args:
         name: of the call, "all_reduce".
@@ -139,8 +142,13 @@ class Exchange(ABC):
 
     # The stages.
 
+    def admit(self) -> None:
+        """Called first; what it raises ends the exchange on this rank, and nobody is told: it must
+        be the same on all."""
+        return None
+
     def enter(self, transport: Transport) -> None:
-        """Called first; what it raises ends the exchange on this rank, and nobody is told."""
+        """Called before anything is prepared."""
         return None
 
     @abstractmethod
@@ -155,28 +163,25 @@ class Exchange(ABC):
     def finish(self) -> None:
         """Write results and residuals."""
 
-    def undo(self) -> None:
-        """A stage has failed; only what an earlier one has changed needs mending."""
-        return None
-
     def alone(self) -> None:
         """The same in a group of one rank, in place of all stages."""
         return None
 
-    def run(self, link: Link, limit: timedelta) -> None:
-        """Called by the channel's thread: all stages but the last."""
+    def run(self, link: Link, limit: timedelta, turn: Turn | None = None) -> None:
+        """Called by a thread of the channel: all stages but the first and the last.
+
+        Args:
+            turn: in the channel's order, if it has one.
+        """
         call = Call(self.name, self.details)
         with self._on_own_stream(), self._telling(link):
-            transport = Transport(link, limit, call, self.handle.account, self.device)
-            try:
-                self.enter(transport)
-                with transport.preparing():
-                    self._prepare_once()
-                self.channel.look_ahead(self)
-                self.exchange(transport)
-            except BaseException:
-                self.undo()
-                raise
+            transport = Transport(link, limit, call, self.handle.account, self.device, turn)
+            self.enter(transport)
+            with transport.preparing():
+                self._prepare_once()
+            if turn is not None:
+                turn.note_prepared()
+            self.exchange(transport)
 
     def complete(self, link: Link) -> None:
         """The last stage, when `run` went well; the next exchange may be under way."""
@@ -208,7 +213,8 @@ class Exchange(ABC):
         Not if that could see what this one writes, or write what this one reads; not where a limit
         counts the memory of one exchange; not on CUDA, where the two have one stream.
         """
-        if self.options.max_bytes is not None or self.device.type == "cuda":
+        limits = self.options.max_bytes, other.options.max_bytes
+        if limits != (None, None) or self.device.type == "cuda":
             return False
         mine, others = self.footprint(), other.footprint()
         return mine is not None and others is not None and not mine.meets(others)
@@ -248,8 +254,7 @@ class Exchange(ABC):
             stream.wait_event(self._ready)
             try:
                 yield
-            finally:
-                # After a failure too: `undo` may just have begun to put things back.
+            finally:  # after a failure too: what was begun uses the caller's tensors
                 stream.synchronize()
 
 

@@ -74,6 +74,7 @@ class Link:
         self._waits_in_steps = members.backend.name == "gloo"
         self._watch: Watch | None = None
         self._whole = whole
+        self._why = ""  # the connections were lost
         self._counts = True  # what this moves counts for the whole, too
         self._root: Link = self if whole is None else whole._root
         self._branches: dict[str, Link] = {}
@@ -119,6 +120,8 @@ class Link:
                 self.close()
                 raise
             branch._counts = counts
+            if self.closed:  # meanwhile, by another thread
+                branch._drop()
         return self._branches[name]
 
     def all_gather(self, mine: Tensor, limit: timedelta) -> Tensor:
@@ -337,7 +340,7 @@ class Link:
     def _open_group(self) -> Any:
         group = self._group
         if group is None:
-            raise PeerError(CLOSED)
+            raise PeerError(self._root._why or CLOSED)
         return group
 
     def _count(self, sent: int, received: int, messages: int) -> None:
@@ -372,6 +375,7 @@ class Link:
         if lost is not None:
             # Not under a name: an error that is kept would keep the connections.
             del posted, group, pending
+            self._root._why = self._root._why or lost
             self.close()
             raise PeerError(lost)
 
@@ -384,7 +388,7 @@ class Link:
                 if self._alarmed():
                     return self._reason("a process has ended", limit)
                 if self.closed:
-                    return CLOSED
+                    return self._root._why or CLOSED
         except RuntimeError as error:
             if self._waits_in_steps and not _is_loss(error):
                 raise BackendRefusedError(str(error)) from error
@@ -437,6 +441,8 @@ class Link:
             raise GivenUpError
         if self._alarmed():
             raise PeerError(self._reason("a process has ended", limit))
+        if self._whole is not None and self._root.closed:
+            raise PeerError(self._root._why or CLOSED)
 
 
 class Transfer:

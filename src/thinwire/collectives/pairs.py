@@ -24,7 +24,14 @@ import torch
 import torch.distributed as dist
 
 from thinwire import torch_internals
-from thinwire.collectives.channel import Channel, Runnable, channel_of, forget_ended
+from thinwire.collectives.channel import (
+    ENDED,
+    Channel,
+    Runnable,
+    channel_of,
+    error_of,
+    forget_ended,
+)
 from thinwire.collectives.connect import Connecting, GivenUpError, Members
 from thinwire.collectives.handle import Account
 from thinwire.collectives.link import Link
@@ -123,12 +130,9 @@ class PairChannel(Channel):
         (self._other,) = members.others
         super().__init__(members, alive)
 
-    def _is_followed(self) -> bool:
-        return False  # by none that is known yet
-
-    def look_ahead(self, moving: Runnable) -> None:
-        """Exchanges of several tags are not in one order: `_prepare_early` sees to them."""
-        return None
+    def _enqueue(self, exchange: Runnable) -> None:
+        """Exchanges of several tags are not in one line: the thread sees to their order."""
+        self._exchanges.put(exchange)
 
     def _check_thread(self, what: str) -> None:
         """Tags set the messages of different threads apart, so any thread may send and receive."""
@@ -165,7 +169,7 @@ class PairChannel(Channel):
 
     def _refuse(self, item: Any) -> None:
         if not isinstance(item, Notice):
-            super()._refuse(item)
+            self._end_one(item, PeerError(ENDED))
 
     def _clock(self) -> float:
         return time.monotonic() - self._busy
@@ -289,12 +293,24 @@ class PairChannel(Channel):
         first, begin = line.popleft(), time.monotonic()
         if not line:
             del self._waiting[tag]
-        self._carry_out(first.exchange)
+        self._carry_out_alone(first.exchange)
         self._busy += time.monotonic() - begin
         if line:
             self._count_from_now(tag)
         if self._lost is not None:
             self._lose(self._lost)
+
+    def _carry_out_alone(self, exchange: PairRunnable) -> None:
+        limit = exchange.options.timeout or self.members.timeout
+
+        def take_part() -> None:
+            self._check_connections()
+            exchange.admit()
+            self._run_exchange(exchange, self._connect(limit), limit, None)
+
+        error = self._come_to_an_end(exchange, False, error_of(take_part))
+        exchange.handle._end(error)
+        error = None  # its traceback holds this frame, and with it the process group
 
     # The end of a tag, and of all.
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from thinwire.collectives.handle import Account
 from thinwire.collectives.link import Link
 from thinwire.collectives.message import aligned, joined, padded
+from thinwire.collectives.order import AT_ONCE, Turn
 from thinwire.errors import FrameError, MismatchError, PeerError
 from thinwire.telemetry import span
 
@@ -37,6 +38,7 @@ MOST_TEXT = 1 << 20  # bytes of an explanation
 LISTED = "; "  # between what is said of each of several tensors
 STAGED = ("cuda",)  # devices whose tensors go through page-locked memory of the host
 FAILED, IDLE, ALONG = 1, 2, 4  # a member cannot go on, has nothing to say, sends all its messages
+BEHIND = 3  # bits of these; above them, how many exchanges wait behind this one
 # Bytes that come along with the records of all others, at most, and with that of one.
 ROOM, MOST_ROOM, LEAST_ROOM = 1 << 19, 1 << 17, 1 << 12
 # Sums of up to so many bytes, times members, are formed from what comes along: more bytes than a
@@ -86,16 +88,27 @@ class Transport:
         call: what this rank wants.
         account: where times are noted.
         device: where the tensors are.
+        turn: of the exchange, if others may go beside it: members then tell each other how many
+            wait behind.
     """
 
     def __init__(
-        self, link: Link, limit: timedelta, call: Call, account: Account, device: torch.device
+        self,
+        link: Link,
+        limit: timedelta,
+        call: Call,
+        account: Account,
+        device: torch.device,
+        turn: Turn | None = None,
     ) -> None:
         self.link = link
         self.members = link.members
         self.account = account
         self.device = device
-        self.limit = limit
+        self.limit = self._own_limit = limit
+        self._turn = turn if link.takes_shorter else None
+        if turn is not None and turn.released:
+            self._have_patience()
         self._call = call
         text = str(call).encode()
         self._call_text, self._call_mark = text[:MOST_TEXT], zlib.crc32(text)
@@ -224,8 +237,9 @@ class Transport:
         text = self._call_text if failure is None else _explain(failure).encode()[:MOST_TEXT]
         state = FAILED if failure is not None else IDLE if idle else 0
         messages = self._short_enough(along)
-        first = [MAGIC, self._call_mark, state | (ALONG if messages else 0)]
-        record = [*first, len(text), 0, *numbers]
+        behind = 0 if self._turn is None else self._turn.behind
+        state |= (ALONG if messages else 0) | behind << BEHIND
+        record = [MAGIC, self._call_mark, state, len(text), 0, *numbers]
         record += [0] * (HEADER + FIELDS - len(record))
         record += [*words, *[0] * (size - len(words))]
         with self.clock("network"):
@@ -238,11 +252,23 @@ class Transport:
         failed = [bool(row[2] & FAILED) for row in table]
         if any(failed) or any(row[:2] != table[0][:2] for row in table):
             self._explain_failure(text, [row[3] for row in table], failed)
+        else:
+            self._release(min(row[2] >> BEHIND for row in table))
         fields = HEADER + FIELDS
         return [
             Record(row[HEADER:fields], row[fields:], bool(row[2] & IDLE), message)
             for row, message in zip(table, found, strict=True)
         ]
+
+    def _release(self, behind: int) -> None:
+        """So many exchanges wait behind this one on every member."""
+        if self._turn is not None and behind > 0:
+            self._turn.release(behind)
+            self._have_patience()
+
+    def _have_patience(self) -> None:
+        """Whatever others move beside this exchange, it has as long as if it had the link alone."""
+        self.limit = AT_ONCE * self._own_limit
 
     @property
     def room(self) -> int:

@@ -183,9 +183,8 @@ def _to_float32(values: Tensor) -> Tensor:
 class ScratchBuffers:
     """Memory that one exchange after the other works in, by name; it grows as needed.
 
-    Fresh memory of some megabytes costs as much as several passes over it. Exchanges of a group run
-    one after the other, so those of one group can share their buffers; those next to each other
-    have different ones, as one is prepared while the other is under way.
+    Fresh memory of some megabytes costs as much as several passes over it. Few exchanges of a group
+    are under way at a time: these have different buffers, those further apart the same.
     """
 
     def __init__(self) -> None:

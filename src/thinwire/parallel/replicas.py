@@ -79,7 +79,7 @@ class ReplicaCheck(Exchange):
         listed = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
         self.details = ((self._what, f"{len(tensors)} (names {listed})"),)
 
-    def enter(self, transport: Transport) -> None:
+    def admit(self) -> None:
         self._driver.admit()
 
     def prepare(self) -> None:

@@ -13,19 +13,20 @@ and has arrived when its end has passed all of them. `events.py` does that.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.collectives.costs import (
-    AT_ONCE,
     FRAMING,
     MEETING,
     PEER,
     RINGS,
+    SLICES_AT_ONCE,
     START,
     Coding,
     Due,
@@ -37,12 +38,14 @@ from thinwire.collectives.costs import (
     room_of,
     slices_of,
 )
+from thinwire.collectives.order import AT_ONCE
 from thinwire.plan.events import pass_links, turn_ring
 
 Times = NDArray[np.float64]
 EXACT = 64  # ranks up to which each message of `direct` is simulated by itself
 FANOUT = 4  # children of a rank in a tree
 COLLECTIVES = ("plain", "auto", "gather", "twoshot", "tree", "grouped")
+WITHOUT_MEETING = ("plain", "tree", "grouped")
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,12 @@ class World:
     @property
     def regions(self) -> int:
         return len(self.region_rate)
+
+    @property
+    def round_trip(self) -> float:
+        """Between the ranks that are furthest from each other."""
+        far = np.sort(self.region_delay)[-2:].sum() if self.regions > 1 else 0.0
+        return float(2 * (self.delay + (self.rack_delay if self.racks > 1 else 0.0) + far))
 
     def one_way(self, sender: Any, receiver: Any) -> Times:
         """Delay from ranks to ranks."""
@@ -192,7 +201,7 @@ def ring_round(
     half = bytes_seconds if p == 2 else bytes_seconds / 2
     trip, software = 2 * world.one_way(sender, receiver), world.start + world.peer
     one = software + trip + half / slices
-    two = (slices - 1) * (software + trip) / AT_ONCE
+    two = (slices - 1) * (software + trip) / SLICES_AT_ONCE
     hop = np.maximum(np.maximum(bytes_seconds, two), one)
     return SimulatedRound(turn_ring(begin, hop, hops), hops * chunk, hops * p)
 
@@ -504,11 +513,56 @@ class SimulatedStep(NamedTuple):
         return self.compute / self.seconds
 
 
+class _RankSchedule:
+    """`thinwire.collectives.costs.ChannelSchedule` for ranks that differ.
+
+    What waits on all ranks when another exchange begins is released a round trip after the last of
+    them has begun that.
+    """
+
+    def __init__(self, world: World) -> None:
+        zero = np.zeros(world.ranks)
+        self._world = world
+        self._prepared = self._began = self._moved = self._link = zero
+        self._met: deque[Times] = deque(maxlen=AT_ONCE)  # when the last few with a meeting began
+        self._ended = deque([zero] * AT_ONCE, AT_ONCE)
+
+    def begin(self, arrived: Times, encode: float, meets: bool) -> Times:
+        """When each rank begins to meet the others, or to move data."""
+        waiting = np.maximum(arrived, np.maximum(self._prepared, self._ended[0]))
+        self._prepared = waiting + encode * self._world.speed
+        free = self._moved
+        met = next((each for each in self._met if (arrived <= each).all()), None)
+        if meets and met is not None:
+            free = np.minimum(free, met.max() + self._world.round_trip)
+        self._began = np.maximum(np.maximum(self._prepared, self._began), free)
+        if meets:
+            self._met.append(self._began)
+        return self._began
+
+    def end(self, moved: Times, data: Times | float, decode: float) -> Times:
+        """When each rank has decoded what began last.
+
+        Args:
+            moved: when all would have come, with the links to itself.
+            data: seconds that each rank's links are taken, without waiting for round trips.
+        """
+        together = self._began.max()
+        self._link = np.maximum(self._link, together) + np.minimum(data, moved - together)
+        own = np.maximum(self._link, moved)
+        ended = np.maximum(own, self._ended[-1]) + decode * self._world.speed
+        self._moved = np.maximum(self._moved, own)
+        self._ended.append(ended)
+        return ended
+
+
 def simulate_step(
     world: World, exchanges: Sequence[Due], compute: float, collective: str = "auto"
 ) -> SimulatedStep:
-    """A step of DDP on every rank: buckets as they get ready, one exchange at a time, while the
-    next is encoded and the last one decoded.
+    """A step of DDP on every rank: buckets as they get ready, a few exchanges under way at a time.
+
+    Without meetings ranks do not know what waits on all of them: then exchanges move one after the
+    other.
 
     Args:
         collective: one of `COLLECTIVES`; "plain" does without codecs and meetings.
@@ -516,8 +570,9 @@ def simulate_step(
     if collective not in COLLECTIVES:
         raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, got {collective!r}")
     own = compute * world.speed
-    zero = np.zeros(world.ranks)
-    began, arrived, ended = zero, zero, zero
+    zero = ended = np.zeros(world.ranks)
+    near = replace(world, delay=0.0, rack_delay=0.0, region_delay=0 * world.region_delay)
+    line, known = _RankSchedule(world), dict[tuple[Coding, float], Times]()
     sent, events = 0.0, 0
     for coding, numel, ready in exchanges:
         used = collective
@@ -527,17 +582,16 @@ def simulate_step(
         if used in ("gather", "twoshot"):
             algorithm = used
         encode, _, decode = codec_seconds(coding, algorithm, numel, world.ranks)
-        if used not in ("plain", "tree", "grouped"):
+        if used not in WITHOUT_MEETING:
             encode /= slices_of(coding, algorithm, numel, world.ranks)
         if used != "plain":
             encode += coding.exchange
-        prepared = np.maximum(ready * own, began) + encode * world.speed
-        # What has come is decoded beside the next one, if that waits already.
-        free = np.where(ready * own <= arrived, arrived, ended)
-        began = np.maximum(prepared, free)
+        meets = used not in WITHOUT_MEETING and coding.kind != "plain"
+        if meets and (coding, numel) not in known:  # most buckets are alike
+            known[coding, numel] = exchange_round(near, zero, coding, numel, used).ended
+        began = line.begin(ready * own, encode, meets)
         moved = exchange_round(world, began, coding, numel, used)
-        arrived = np.maximum(moved.ended, ended)
-        ended = arrived + decode * world.speed
+        ended = line.end(moved.ended, known.get((coding, numel), math.inf), decode)
         sent, events = sent + moved.sent, events + moved.events
     seconds = float(max(ended.max(), own.max()))
     mean = float(own.mean())

@@ -45,7 +45,8 @@ class Driver:
     details: Details = ()
 
     def admit(self) -> None:
-        """Called before an exchange contacts anybody; what it raises ends it on this rank."""
+        """Whether an exchange takes part, or what came of it counts; what it raises ends it on this
+        rank, and nobody is told: it must be the same on all."""
         return None
 
     def inspect(self, unit: Unit, update: Update, compressor: Compressor, key: Key) -> None:
@@ -150,8 +151,10 @@ class UnitExchange(AllReduce):
             "residual" in each.feedback.parts for each in self.updates
         )
 
-    def enter(self, transport: Transport) -> None:
+    def admit(self) -> None:
         self._driver.admit()
+
+    def enter(self, transport: Transport) -> None:
         if self._asks_for_unused:
             self.unused = _unused_everywhere(transport, self.units)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from thinwire.collectives.channel import process_group
 from thinwire.collectives.nodes import NodeLayout
 from thinwire.collectives.options import SENDERS, Options
+from thinwire.collectives.order import AT_ONCE
 from thinwire.collectives.scatter import SCATTER
 from thinwire.compressors import Compressor, JointCompressor, NoCompression, compressor_of
 from thinwire.compressors.base import FLOATS
@@ -44,7 +45,6 @@ from thinwire.telemetry import Ledger
 UNCOMPRESSED = NoCompression()  # ours; a user's own NoCompression is another object
 AVERAGES = {"world": "AVG", "senders": SENDERS}  # ops, by the names of whom they average over
 STEPS = 1 << 32  # that a key can tell apart
-TURNS = 3
 DIVIDED = 1 << 17  # bytes of uncompressed tensors from which four meetings cost less than they save
 
 
@@ -87,7 +87,7 @@ class UnitReducer:
             self.decide(given)
         self.recalled: Recalled = {}  # the same on all ranks
         self._buffers = ScratchBuffers()
-        # Buffers take turns: one exchange is prepared and another finished while a third moves.
+        # Buffers take turns, as so many exchanges are under way at a time.
         self._turn = 0
         self._last = LastExchange()
         self._last_joint = LastExchange()
@@ -146,7 +146,7 @@ class UnitReducer:
 
     def _updates(self, units: Sequence[Unit], driver: Driver) -> list[UnitUpdate]:
         updates = []
-        turn = self._turn = (self._turn + 1) % TURNS if self._last.under_way else 0
+        turn = self._turn = (self._turn + 1) % AT_ONCE if self._last.under_way else 0
         separate = driver.defers_commit or driver.skips_unused
         size = dist.get_world_size(self.options.group)
         for i, unit in enumerate(units):

@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from thinwire.collectives import choose, costs, message, stream, transport
+from thinwire.collectives import choose, costs, message, order, stream, transport
 from thinwire.compressors import JointCompressor, PowerSGD
 from thinwire.parallel import plan as buckets
 from thinwire.plan import predict, sizes
@@ -25,8 +25,9 @@ RANGE = (1e6, 1e12)  # bits per second that the curves span
 _CONSTANTS = {
     costs: (
         *("FRAMING", "FIRST_WINDOW", "IDLE", "CROWDED", "PAIR", "HELD", "RINGS"),
-        *("CROWDED_UPLINK", "AT_ONCE", "FORWARD", "ROUNDING"),
+        *("CROWDED_UPLINK", "SLICES_AT_ONCE", "FORWARD", "ROUNDING"),
     ),
+    order: ("AT_ONCE",),
     choose: ("SMALL", "TWICE"),
     message: ("ALIGNMENT",),
     stream: ("LEAST_BYTES", "LEAST_MESSAGE", "LEAST_SHARE", "MOST"),

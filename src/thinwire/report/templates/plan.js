@@ -8,16 +8,21 @@ function planner(C) {
   const aligned = length => Math.ceil(length / C.ALIGNMENT) * C.ALIGNMENT;
   const roomOf = p => Math.min(C.MOST_ROOM, Math.max(C.LEAST_ROOM, aligned(Math.floor(C.ROOM / (p - 1)))));
   const recordBytes = p => aligned(8 * (C.HEADER + C.FIELDS + p));
-  const nothing = { seconds: 0, sent: 0, egress: 0, work: 0, rounds: 0, waits: 0 };
+  const nothing = { seconds: 0, sent: 0, egress: 0, work: 0, rounds: 0, waits: 0, trips: 0 };
   const then = (a, b) => ({
     seconds: a.seconds + b.seconds, sent: a.sent + b.sent, egress: a.egress + b.egress,
     work: a.work + b.work, rounds: a.rounds + b.rounds, waits: a.waits + b.waits,
+    trips: a.trips + b.trips,
   });
-  const inSlices = (a, slices) => ({
-    seconds: a.waits + Math.max(slices * (a.seconds - a.waits), (slices - 1) * a.waits / C.AT_ONCE),
-    sent: slices * a.sent, egress: slices * a.egress, work: slices * a.work, rounds: a.rounds,
-    waits: a.waits,
-  });
+  function inSlices(a, slices) {
+    const moving = slices * (a.seconds - a.waits);
+    const seconds = waits => waits + Math.max(moving, (slices - 1) * waits / C.SLICES_AT_ONCE);
+    const whole = seconds(a.waits);
+    return {
+      seconds: whole, sent: slices * a.sent, egress: slices * a.egress, work: slices * a.work,
+      rounds: a.rounds, waits: a.waits, trips: whole - seconds(a.waits - a.trips),
+    };
+  }
 
   function slowStart(bytes, rate, trip) {
     if (!trip || bytes <= C.FIRST_WINDOW) return 0;
@@ -43,12 +48,12 @@ function planner(C) {
       n.racks > 1 ? C.FRAMING * up / (C.CROWDED_UPLINK * n.uplink) : 0,
       (h - 1) * message / n.inside,
       together);
-    const software = n.start + (p - 1) * n.peer;
-    let waits = software + tripOf(n);
-    if (cold && n.hosts > 1) waits += slowStart(message, n.rate / (h * (p - h)), tripOf(n));
+    const software = n.start + (p - 1) * n.peer, trips = tripOf(n);
+    let waits = software + trips;
+    if (cold && n.hosts > 1) waits += slowStart(message, n.rate / (h * (p - h)), trips);
     return {
       seconds: waits + seconds, sent: (p - 1) * message, egress: out / h,
-      work: software + together, rounds: 1, waits,
+      work: software + together, rounds: 1, waits, trips,
     };
   }
 
@@ -64,11 +69,12 @@ function planner(C) {
     const software = n.start + n.peer, trip = tripOf(n);
     const half = p === 2 ? seconds : seconds / 2;
     let waits = hops * Math.max(0, software + trip + half - seconds);
+    const trips = Math.min(waits, hops * trip);
     if (cold && n.hosts > 1) waits += slowStart(hops * chunk, n.rate, trip);
     return {
       seconds: waits + hops * seconds, sent: hops * chunk,
       egress: n.hosts > 1 ? hops * chunk / n.ranks_per_host : 0,
-      work: hops * together, rounds: hops, waits,
+      work: hops * together, rounds: hops, waits, trips,
     };
   }
 
@@ -76,10 +82,10 @@ function planner(C) {
     const levels = Math.ceil(Math.log2(n.hosts));
     const sent = 2 * (n.hosts - 1) / n.hosts * message;
     const slowest = Math.min(n.rate, n.racks > 1 ? n.uplink : Infinity);
-    const waits = 2 * levels * (n.start + tripOf(n) / 2);
+    const trips = levels * tripOf(n), waits = 2 * levels * n.start + trips;
     return {
       seconds: waits + C.FRAMING * sent / slowest, sent, egress: sent / n.ranks_per_host,
-      work: 2 * levels * n.start, rounds: 2 * levels, waits,
+      work: 2 * levels * n.start, rounds: 2 * levels, waits, trips,
     };
   }
 
@@ -162,7 +168,10 @@ function planner(C) {
   function exchangeCost(coding, numel, n, nodes, cold) {
     const p = ranksOf(n), s = n.ranks_per_host, message = coding.frame * numel;
     if (p === 1) {
-      return { encode: 0, moving: 0, network: 0, decode: 0, sent: 0, egress: 0, work: 0, rounds: 0, codec: 0 };
+      return {
+        encode: 0, moving: 0, network: 0, decode: 0, sent: 0, egress: 0, work: 0, rounds: 0,
+        codec: 0, trips: 0,
+      };
     }
     let members = p, own = numel, adding = 0, collective, found, slices;
     if (nodes && s > 1 && n.hosts > 1 && coding.kind !== "plain" && coding.kind !== "joint") {
@@ -187,25 +196,34 @@ function planner(C) {
     return {
       encode: coding.exchange + first, moving, network: found.seconds, decode, sent: found.sent,
       egress: found.egress, work: codec + decode + found.work, rounds: found.rounds, codec,
+      trips: found.trips,
     };
   }
 
-  /* Exchanges of one channel: one is encoded and one decoded while another moves. */
-  function line() {
-    let began = 0, moved = 0, ended = 0;
+  /* Exchanges of one channel, AT_ONCE under way: ChannelSchedule in Python. */
+  function line(trip) {
+    let prepared = 0, moved = 0, link = 0;
+    const begun = [-Infinity], ended = Array(C.AT_ONCE).fill(0);  // of the last few
     return (arrived, cost) => {
-      const prepared = Math.max(arrived, began) + cost.encode;
-      began = Math.max(prepared, arrived <= moved ? moved : ended);
-      moved = Math.max(began + cost.moving, ended);
-      ended = moved + cost.decode;
-      return ended;
+      prepared = Math.max(arrived, prepared, ended[0]) + cost.encode;
+      const released = begun.find(each => arrived <= each) ?? Infinity;
+      const began = Math.max(prepared, begun.at(-1), Math.min(released + trip, moved));
+      link = Math.max(link, began) + cost.moving - cost.trips;
+      const own = Math.max(link, began + cost.moving);
+      const end = Math.max(own, ended.at(-1)) + cost.decode;
+      moved = Math.max(moved, own);
+      begun.push(began);
+      if (begun.length > C.AT_ONCE) begun.shift();
+      ended.push(end);
+      ended.shift();
+      return end;
     };
   }
 
   const hiddenOf = (talking, waiting) => talking - waiting > C.ROUNDING ? talking - waiting : 0;
 
   function overlappedStep(exchanges, n, compute, busy, nodes) {
-    const add = line();
+    const add = line(tripOf(n));
     let ended = 0, late = 0, work = 0, before = 0, link = 0, last = 0;
     let encode = 0, moving = 0, decode = 0, sent = 0, egress = 0;
     const known = new Map();
@@ -216,10 +234,9 @@ function planner(C) {
       const cost = known.get(key);
       const arrived = ready * compute + late;
       if (coding.kind === "plain") {
-        const waits = Math.min(cost.moving, cost.rounds * tripOf(n));
         const began = Math.max(arrived, before);
         before = ended;
-        link = Math.max(link, began) + cost.moving - waits;
+        link = Math.max(link, began) + cost.moving - cost.trips;
         ended = Math.max(link, began + cost.moving);
         last = Math.max(last, ended);
       } else {
@@ -239,7 +256,7 @@ function planner(C) {
   }
 
   function localStep(exchanges, n, compute, every, fragments, overlap, nodes) {
-    const add = line();
+    const add = line(tripOf(n));
     let encode = 0, moving = 0, decode = 0, sent = 0, egress = 0, ended = 0;
     for (const [coding, numel] of exchanges) {
       const cost = exchangeCost(coding, numel, n, nodes, compute > C.IDLE);
