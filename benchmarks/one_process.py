@@ -151,7 +151,6 @@ class ThreadChannel:
         link, account = self.link, exchange.handle.account
         before = (link.bytes_sent, link.bytes_received, link.network_bytes)
         self.count += 1
-        exchange.admit()
         exchange.run(link, LIMIT)
         account.bytes_sent = link.bytes_sent - before[0]
         account.bytes_received = link.bytes_received - before[1]

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -22,10 +22,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.collectives import order as order_module
 from thinwire.collectives.allreduce import AllReduce
 from thinwire.collectives.channel import Channel, channel_of
+from thinwire.collectives.connect import Members
+from thinwire.collectives.options import Options
 from thinwire.collectives.order import AT_ONCE, Order, Turn
+from thinwire.parallel.replicas import ReplicaCheck
+from thinwire.reducer.exchange import Driver
+from thinwire.reducer.units import UnitReducer
 
 N = 2000
 LONG = 60.0  # seconds that something which must happen may take on a busy machine
@@ -350,32 +354,229 @@ def test_all_that_wait_end_with_the_group():
         assert "given up" in error or "destroyed" in error, found
 
 
+def on_shared_memory() -> tuple[list[int], int]:
+    """Six exchanges of one tensor."""
+    tw.all_reduce(torch.ones(N), "none", timeout=LIMIT)
+    x, begin, lanes = torch.ones(N), Order.begin, []
+
+    def noted(this: Any, turn: Turn) -> None:
+        begin(this, turn)
+        lanes.append(turn.lane)
+
+    with pytest.MonkeyPatch.context() as patch, held_until_all_wait(6):
+        patch.setattr(Order, "begin", noted)
+        tw.wait_all([tw.all_reduce(x, "none", async_op=True, timeout=LIMIT) for _ in range(6)])
+    return lanes, int(x[0])
+
+
+def test_what_must_go_in_turn_has_one_set_of_connections():
+    for lanes, value in ranks.run(on_shared_memory, ranks=2):
+        assert lanes == [0] * 6
+        assert value == 2**6
+
+
+def on_a_step_that_one_rank_gives_up() -> tuple[str, list[float], str]:
+    """One rank refuses to send the second exchange of a step; other calls follow at once."""
+    me = dist.get_rank()
+    tw.all_reduce(torch.ones(10), "none", timeout=LIMIT)
+    specs = {"p": "powersgd:2", "s": "topk:0.1", "a": None}
+    reducer = tw.Reducer(specs.__getitem__, timeout=LIMIT, check_every=1)
+    start, numbers = UnitReducer.start, itertools.count(1)
+    tensors = {"s": normal(N, me), "p": normal(N, me).view(40, 50), "a": torch.ones(100)}
+    after = [torch.full((50,), 10.0**i * (me + 1)) for i in range(4)]
+
+    def failing(self: Any, units: Any, driver: Any) -> Any:
+        if next(numbers) == 2 and me == 1:
+            raise MemoryError("no memory for this one")
+        return start(self, units, driver)
+
+    gate, prepare = threading.Event(), AllReduce.prepare
+
+    def late(exchange: Any) -> None:
+        gate.wait(LONG)
+        prepare(exchange)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AllReduce, "prepare", late)
+        patch.setattr(UnitReducer, "start", failing)
+        step = reducer.average(tensors, async_op=True)
+        handles = [tw.all_reduce(x, "none", async_op=True, timeout=LIMIT) for x in after]
+        gate.set()
+        with pytest.raises((MemoryError, tw.PeerError)) as error:
+            step.wait()
+        tw.wait_all(handles)
+    return str(error.value), [float(x[0]) for x in after], type(error.value).__name__
+
+
+def test_a_step_that_one_rank_gives_up_mixes_nothing_up():
+    found = ranks.run(on_a_step_that_one_rank_gives_up, ranks=2)
+    for error, after, _ in found:
+        assert "no memory for this one" in error
+        assert after == [3.0, 30.0, 300.0, 3000.0]
+    assert [kind for *_, kind in found] == ["PeerError", "MemoryError"]
+
+
+def on_no_threads() -> tuple[list[float], bool]:
+    """No other thread can be started for the group."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    assert group is not None
+    tw.all_reduce(torch.ones(N), "none", group=group, timeout=LIMIT)
+    start = threading.Thread.start
+
+    def refused(self: Any) -> None:
+        if self._target.__name__ == "_help":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    tensors = [torch.full((50,), float(i)) for i in range(4)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        tw.wait_all(
+            [tw.all_reduce(x, "none", group=group, async_op=True, timeout=LIMIT) for x in tensors]
+        )
+    own = channel_of(group, torch.device("cpu"))
+    dist.barrier()
+    own.close()
+    own.thread.join(LONG)
+    return [float(x[0]) for x in tensors], own.ended
+
+
+def test_where_no_other_thread_can_be_started_one_does_all():
+    for values, ended in ranks.run(on_no_threads, ranks=2):
+        assert values == [0.0, 2.0, 4.0, 6.0]
+        assert ended
+
+
+def on_an_interrupted_call() -> list[float]:
+    """Ctrl-C just when an exchange has its turn and no thread was told yet."""
+    tw.all_reduce(torch.ones(N), "none", timeout=LIMIT)
+    tensors = [torch.full((50,), float(i + 1)) for i in range(3)]
+    join = Order.join
+
+    def interrupted(self: Any, exchange: Any) -> None:
+        join(self, exchange)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(Order, "join", interrupted)
+        with suppress(KeyboardInterrupt):
+            tw.all_reduce(tensors[0], "none", async_op=True, timeout=LIMIT)
+    for x in tensors[1:]:
+        tw.all_reduce(x, "none", timeout=LIMIT)
+    return [float(x[0]) for x in tensors]
+
+
+def test_ctrl_c_inside_a_call_holds_nobody_up():
+    assert ranks.run(on_an_interrupted_call, ranks=2) == [[2.0, 4.0, 6.0]] * 2
+
+
+class OddDriver(Driver):
+    """Cannot say on one rank whether an exchange takes part."""
+
+    def admit(self) -> None:
+        if dist.get_rank() == 1:
+            raise MemoryError("no memory to look")
+
+
+def on_an_error_of_admit() -> str:
+    tw.all_reduce(torch.ones(N), "none", timeout=LIMIT)
+    check = ReplicaCheck({"x": torch.ones(3)}, Options.of(None, timeout=LIMIT), driver=OddDriver())
+    with pytest.raises((MemoryError, tw.PeerError)) as error:
+        check.start()
+    return str(error.value)
+
+
+def test_an_error_in_deciding_whether_to_take_part_is_told_to_the_others():
+    other, own = ranks.run(on_an_error_of_admit, ranks=2)
+    assert own == "no memory to look"
+    assert "connection" in other
+
+
+def on_one_store() -> tuple[list[int], bool]:
+    """A store with one connection for all threads, as older releases of torch have."""
+    begin, lanes = Order.begin, []
+
+    def noted(this: Any, turn: Turn) -> None:
+        begin(this, turn)
+        lanes.append(turn.lane)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Members, "may_branch", dist.get_rank() != 1)
+        tw.all_reduce(torch.ones(N), "none", timeout=LIMIT)
+        tensors = [normal(N, i) for i in range(COUNT)]
+        with held_until_all_wait(COUNT):
+            patch.setattr(Order, "begin", noted)
+            tw.wait_all(start_all(tensors))
+    return lanes, all(same(x, normal(N, i)) for i, x in enumerate(tensors))
+
+
+def test_where_one_rank_cannot_connect_twice_at_a_time_all_use_one_set_of_connections():
+    for lanes, _ in ranks.run(on_one_store, ranks=2):
+        assert lanes == [0] * COUNT
+
+
 class Plain:
     """An exchange that can go beside any other."""
 
     looks_back = False
+    batch: object = None
 
     def may_run_beside(self, other: Any) -> bool:
         return True
 
 
-def test_times_of_several_add_up_to_that_in_which_any_moved_data(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(order_module.time, "perf_counter", lambda: clock[0])
+def turns_of(order: Order, *exchanges: Any) -> list[Turn]:
+    for each in exchanges:
+        order.join(each)
+    turns = [order.take() for _ in exchanges]
+    assert order.take() is None
+    return [turn for turn in turns if turn is not None]
+
+
+def test_times_of_several_add_up_to_that_in_which_any_moved_data():
     order = Order()
-    turns = [order.join(Plain())[0] for _ in range(3)]
-    turns[0].note_prepared()
-    times = [(0.0, 4.0), (1.0, 6.0), (2.0, 5.0)]
-    order.begin(turns[0])
-    turns[0].release(2)
-    for turn, (begin, _) in zip(turns[1:], times[1:], strict=True):
-        clock[0] = begin
-        order.begin(turn)
+    spans = [
+        [(0.0, 2.0), (3.0, 4.0)],
+        [(1.0, 2.5), (5.0, 6.0)],
+        [(2.0, 3.5), (5.5, 5.75)],
+        [(5.0, 7.0)],
+    ]
     alone = []
-    for turn, (begin, end) in zip(turns, times, strict=True):
-        clock[0] = end
+    for turn, own in zip(turns_of(order, *(Plain() for _ in spans)), spans, strict=True):
+        turn.spans += own
         order.stop(turn, moved=True)
-        alone.append(order.share(turn) * (end - begin))
+        alone.append(order.alone(turn))
         order.end(turn)
-    assert alone == pytest.approx([4.0, 2.0, 0.0])
-    assert order.empty
+    assert alone == pytest.approx([3.0, 1.5, 0.5, 1.0])
+
+
+def test_what_waits_is_counted_up_to_one_that_cannot_go_beside():
+    class Alone(Plain):
+        def may_run_beside(self, other: Any) -> bool:
+            return False
+
+    class Back(Plain):
+        looks_back = True
+
+    class Other(Plain):
+        batch = "another"
+
+    for last in (Alone, Back, Other):
+        first, *_ = turns_of(Order(), Plain(), Plain(), Plain(), last(), Plain())
+        assert first.behind == 2, last
+
+
+def test_order_is_that_of_the_calls_for_whoever_takes_them():
+    """Also where somebody was interrupted before a thread was told."""
+    order = Order()
+    first, second = turns_of(order, Plain(), Plain())
+    assert order.waiting == 2
+    order.begin(first)
+    assert not order.may_prepare(first)
+    order.stop(first, moved=True)
+    order.note_ending(first)
+    assert order.waiting == 1
+    order.end(first)
+    order.begin(second)
+    assert (first.lane, second.lane) == (0, 0)

@@ -10,6 +10,7 @@ first exchange that loses a peer.
 """
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
@@ -46,11 +47,9 @@ class Runnable(Ordered, Protocol):
 
     def prepare_early(self) -> None: ...
 
-    def admit(self) -> None: ...
-
     def run(self, link: Link, limit: timedelta, turn: Turn | None) -> None: ...
 
-    def complete(self, link: Link) -> None: ...
+    def complete(self, link: Link, judged_late: bool) -> None: ...
 
 
 class Direct(Protocol):
@@ -69,7 +68,8 @@ class Channel:
         self.logged: set[tuple[str, str]] = set()  # choices of collectives
         self._alive = alive
         self._order = Order()
-        self._exchanges: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None for a thread to end
+        # Something for each exchange, so that a thread looks for its turn; None for it to end.
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._helpers: list[threading.Thread] = []  # made when one thread is not enough
         self._link: Link | None = None
         self._end: float | None = None  # when to give up, once that is known
@@ -116,15 +116,15 @@ class Channel:
         self._enqueue(exchange)
 
     def _enqueue(self, exchange: Runnable) -> None:
-        turn, waiting = self._order.join(exchange)
-        self._exchanges.put(turn)
+        self._order.join(exchange)
+        self._calls.put(True)
         threads = 1 + len(self._helpers)
-        if threads < min(waiting, AT_ONCE):
-            helper = threading.Thread(
-                target=self._help, name=f"{self.thread.name} {threads}", daemon=True
-            )
-            self._helpers.append(helper)
-            helper.start()
+        if threads < min(self._order.waiting, AT_ONCE):
+            name = f"{self.thread.name} {threads}"
+            helper = threading.Thread(target=self._help, name=name, daemon=True)
+            with contextlib.suppress(RuntimeError):  # there may be no more: fewer do, too
+                helper.start()
+                self._helpers.append(helper)
 
     def _check_thread(self, what: str) -> None:
         """Refuse an exchange beside one of another thread: on another rank it might come first."""
@@ -178,7 +178,7 @@ class Channel:
         with self._lock:
             if self._end is None:
                 self._end = time.monotonic() + GRACE
-            self._exchanges.put(None)
+            self._calls.put(None)
 
     def stream(self, device: torch.device) -> "torch.cuda.Stream":
         """The stream that this channel's work on a CUDA device runs on."""
@@ -196,17 +196,17 @@ class Channel:
     def _run(self) -> None:
         while True:
             try:
-                turn = self._exchanges.get(timeout=IDLE_CHECK)
+                call = self._calls.get(timeout=IDLE_CHECK)
             except queue.Empty:
-                if self._alive():
-                    self._tidy_up()
-                    continue
+                if not self._alive():
+                    break
+                self._carry_out_all()  # whose caller was interrupted
+                self._tidy_up()
+                continue
+            self._carry_out_all()
+            if call is None:
                 break
-            if turn is None:
-                break
-            self._carry_out(turn)
-            del turn  # it holds tensors
-        self._exchanges.put(None)
+        self._calls.put(None)
         for helper in self._helpers:
             helper.join()
         self._refuse_the_rest()
@@ -220,10 +220,9 @@ class Channel:
 
     def _help(self) -> None:
         """What another thread does."""
-        while (turn := self._exchanges.get()) is not None:
-            self._carry_out(turn)
-            del turn  # it holds tensors
-        self._exchanges.put(None)  # for the next thread
+        while self._calls.get() is not None:
+            self._carry_out_all()
+        self._calls.put(None)  # for the next thread
 
     def _linger(self) -> None:
         """Stay until operations that were left behind have ended, at the latest with their time
@@ -234,7 +233,7 @@ class Channel:
     def _tidy_up(self) -> None:
         """Nothing is to do: close what nobody needs any more."""
         forget_ended()
-        if self._link is None or self._link.closed or self._direct or not self._order.empty:
+        if self._link is None or self._link.closed or self._direct or self._order.waiting:
             return
         if self._link.neighbour_left:
             # The neighbour on the other side learns of it in the same way.
@@ -243,20 +242,18 @@ class Channel:
 
     def _refuse_the_rest(self) -> None:
         """What was submitted at the last moment must end, too."""
-        late = []
         with self._lock:
             self._end = time.monotonic()
-            while not self._exchanges.empty():
-                late.append(self._exchanges.get())
-        for item in late:
-            if item is not None:
-                self._refuse(item)
+        while (turn := self._order.take()) is not None:
+            exchange: Any = turn.exchange
+            self._order.stop(turn, moved=False)
+            exchange.handle._end(PeerError(ENDED))
+            self._order.end(turn)
 
-    def _refuse(self, turn: Turn) -> None:
-        exchange: Any = turn.exchange
-        self._order.stop(turn, moved=False)
-        exchange.handle._end(PeerError(ENDED))
-        self._order.end(turn)
+    def _carry_out_all(self) -> None:
+        while (turn := self._order.take()) is not None:
+            self._carry_out(turn)
+            del turn  # it holds tensors
 
     def _carry_out(self, turn: Turn) -> None:
         """All of an exchange, while other threads may be at others."""
@@ -265,8 +262,8 @@ class Channel:
         self._order.stop(turn, moved=error is None)
         seconds = exchange.handle.account.seconds
         if "network" in seconds:
-            seconds["network"] *= self._order.share(turn)
-        error = self._come_to_an_end(exchange, turn.judged_late, error)
+            seconds["network"] = self._order.alone(turn)
+        error = self._come_to_an_end(exchange, turn.released, error)
         self._order.note_ending(turn)
         exchange.handle._end(error)
         self._order.end(turn)
@@ -280,8 +277,6 @@ class Channel:
         self._check_connections()
         limit = exchange.options.timeout or self.members.timeout
         link = self._connect(limit)
-        if not turn.judged_late:
-            exchange.admit()
         if turn.lane:
             link = link.beside(f"lane {turn.lane}", AT_ONCE * limit, counts=False)
         self._run_exchange(exchange, link, limit, turn)
@@ -319,11 +314,11 @@ class Channel:
     ) -> BaseException | None:
         """Finish what has come, or not; what went wrong."""
         link = self._link
-        if error is None and judged_late:  # of no use if one before it has failed
-            error = error_of(self._check_connections) or error_of(exchange.admit)
+        if error is None and judged_late:
+            error = error_of(self._check_connections)
         if error is None:
             assert link is not None
-            error = error_of(lambda: exchange.complete(link))
+            error = error_of(lambda: exchange.complete(link, judged_late))
         # One that went well says nothing about connections that the next has lost meanwhile.
         if error is not None and self._lost is None and link is not None and link.closed:
             self._lost = str(error)

@@ -84,6 +84,11 @@ class Members:
         shared = self.backend.store
         return shared.clone() if hasattr(shared, "clone") else shared
 
+    @property
+    def may_branch(self) -> bool:
+        """Whether several threads can connect at a time: `own_store` is really one's own."""
+        return hasattr(self.backend.store, "clone")
+
     def compiling_key(self, index: int) -> str:
         """Where a member tells that it compiles kernels: above zero for as long as it does."""
         return f"thinwire/compiling/{self.name}/{index}"
@@ -122,8 +127,9 @@ class Connecting:
         self._thread = threading.Thread(
             target=self._run, name=f"thinwire connecting {members.name}", daemon=True
         )
-        _threads[:] = [each for each in _threads if each.is_alive()] + [self._thread]
         self._thread.start()
+        with _threads_lock:
+            _threads[:] = [each for each in _threads if each.is_alive()] + [self._thread]
 
     def wait(self, limit: timedelta, interrupted: Callable[[], None]) -> None:
         """Return when all are connected.
@@ -279,6 +285,7 @@ class Connecting:
 # Threads that connect. One that was left behind inside gloo must be waited for when the interpreter
 # ends, like those of channels.
 _threads: list[threading.Thread] = []
+_threads_lock = threading.Lock()
 
 
 def join_all(end: float) -> None:

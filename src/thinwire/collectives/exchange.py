@@ -53,6 +53,7 @@ class Exchange(ABC):
 
     Attributes:
         looks_back: `admit` asks for the results of earlier exchanges, which must have ended then.
+        batch: of exchanges that one failure may end, which is that of `admit`; None without such.
 
     Args:
         name: of the call, "all_reduce".
@@ -63,6 +64,7 @@ class Exchange(ABC):
     """
 
     looks_back = False
+    batch: object = None
 
     def __init__(
         self,
@@ -168,13 +170,15 @@ class Exchange(ABC):
         return None
 
     def run(self, link: Link, limit: timedelta, turn: Turn | None = None) -> None:
-        """Called by a thread of the channel: all stages but the first and the last.
+        """Called by a thread of the channel: all stages but the last.
 
         Args:
             turn: in the channel's order, if it has one.
         """
         call = Call(self.name, self.details)
         with self._on_own_stream(), self._telling(link):
+            if turn is None or not turn.released:
+                self.admit()
             transport = Transport(link, limit, call, self.handle.account, self.device, turn)
             self.enter(transport)
             with transport.preparing():
@@ -183,8 +187,15 @@ class Exchange(ABC):
                 turn.note_prepared()
             self.exchange(transport)
 
-    def complete(self, link: Link) -> None:
-        """The last stage, when `run` went well; the next exchange may be under way."""
+    def complete(self, link: Link, judged_late: bool = False) -> None:
+        """The last stage, when `run` went well; the next exchange may be under way.
+
+        Args:
+            judged_late: the first one, too.
+        """
+        if judged_late:
+            with self._telling(link):
+                self.admit()
         begin, seconds = time.perf_counter(), self.handle.account.seconds
         with self._on_own_stream(), self._telling(link), span("decode"):
             self.finish()
@@ -259,11 +270,17 @@ class Exchange(ABC):
 
 
 class Refusal(Exchange):
-    """Takes part in the next exchange of the group only to tell that this rank cannot go on."""
+    """Takes part in the next exchange of the group only to tell that this rank cannot go on.
 
-    def __init__(self, error: Exception, tensor: Tensor, options: Options) -> None:
+    Args:
+        batch: which that exchange is of.
+    """
+
+    def __init__(
+        self, error: Exception, tensor: Tensor, options: Options, batch: object = None
+    ) -> None:
         super().__init__("refusal", [tensor], options, what="refusal of an exchange")
-        self._error = error
+        self._error, self.batch = error, batch
 
     def prepare(self) -> None:
         raise self._error

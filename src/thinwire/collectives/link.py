@@ -69,7 +69,7 @@ class Link:
         self.bytes_received = 0
         self.network_bytes = 0
         self._stopped = stopped
-        self._scratch: Tensor | None = None
+        self._scratch: list[Tensor] = []  # of all branches
         self.pins_memory = False  # what is received in memory of the host goes on to a device
         self._waits_in_steps = members.backend.name == "gloo"
         self._watch: Watch | None = None
@@ -294,8 +294,9 @@ class Link:
         Who is done with it gives it to `keep`, for the next: fresh memory of this size costs more
         than copying.
         """
-        with self._lock:
-            kept, self._scratch = self._scratch, None
+        root = self._root
+        with root._lock:
+            kept = root._scratch.pop() if root._scratch else None
         if kept is None or kept.device != like.device or kept.numel() < like.nbytes:
             kept = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
         return kept[: like.nbytes].view(like.dtype)
@@ -304,9 +305,10 @@ class Link:
         """Nobody needs this memory of `scratch` any more."""
         whole = torch.empty(0, dtype=torch.uint8, device=scratch.device)
         whole.set_(scratch.untyped_storage())
-        if whole.nbytes <= MOST_KEPT:
-            with self._lock:
-                self._scratch = whole
+        root = self._root
+        with root._lock:
+            if sum(each.nbytes for each in root._scratch) + whole.nbytes <= MOST_KEPT:
+                root._scratch.append(whole)
 
     @property
     def closed(self) -> bool:

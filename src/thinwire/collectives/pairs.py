@@ -132,7 +132,7 @@ class PairChannel(Channel):
 
     def _enqueue(self, exchange: Runnable) -> None:
         """Exchanges of several tags are not in one line: the thread sees to their order."""
-        self._exchanges.put(exchange)
+        self._calls.put(exchange)
 
     def _check_thread(self, what: str) -> None:
         """Tags set the messages of different threads apart, so any thread may send and receive."""
@@ -154,7 +154,7 @@ class PairChannel(Channel):
     def _step(self) -> None:
         self._prepare_early()
         try:
-            item = self._exchanges.get(timeout=self._pause())
+            item = self._calls.get(timeout=self._pause())
         except queue.Empty:
             if not self._alive():
                 self.close()
@@ -165,11 +165,12 @@ class PairChannel(Channel):
 
     def _refuse_the_rest(self) -> None:
         self._end_all(PeerError("given up: the process group or the interpreter has ended"))
-        super()._refuse_the_rest()
-
-    def _refuse(self, item: Any) -> None:
-        if not isinstance(item, Notice):
-            self._end_one(item, PeerError(ENDED))
+        with self._lock:
+            self._end = time.monotonic()
+        while not self._calls.empty():
+            item = self._calls.get()
+            if item is not None and not isinstance(item, Notice):
+                self._end_one(item, PeerError(ENDED))
 
     def _clock(self) -> float:
         return time.monotonic() - self._busy
@@ -250,7 +251,7 @@ class PairChannel(Channel):
         self._connecting = None
         self._link = Link(self.members, self.members.timeout, self._given_up, made=connecting)
         assert self._link.watch is not None, "asked for above"
-        self._listener = Listener(self._link.watch, self._exchanges, self.thread.name)
+        self._listener = Listener(self._link.watch, self._calls, self.thread.name)
         for tag in self._ended:
             self._tell(Notice(GIVEN_UP, tag))
         for tag, line in self._waiting.items():
@@ -260,7 +261,7 @@ class PairChannel(Channel):
     def _prepare_early(self) -> None:
         """What is to be sent is made while the receiver has not come."""
         for line in self._waiting.values() if self.members.index == SENDER else ():
-            if not self._exchanges.empty():
+            if not self._calls.empty():
                 return
             if not line[0].prepared:
                 line[0].prepared = True
@@ -305,7 +306,6 @@ class PairChannel(Channel):
 
         def take_part() -> None:
             self._check_connections()
-            exchange.admit()
             self._run_exchange(exchange, self._connect(limit), limit, None)
 
         error = self._come_to_an_end(exchange, False, error_of(take_part))

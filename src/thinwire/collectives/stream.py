@@ -159,7 +159,7 @@ class Flow:
             self._under_way.clear()
         seconds = self._transport.account.seconds
         seconds["encode"] = seconds.get("encode", 0.0) + self._preparer.seconds
-        seconds["network"] = seconds.get("network", 0.0) + _covered(self._spans)
+        self._transport.note_moving(self._spans)
         error, self._error = self._error, None
         if error is not None:
             self._transport.announce(error)
@@ -347,12 +347,3 @@ def _is_full(algorithm: StreamAlgorithm) -> bool:
 
 def _nothing() -> Tensor:
     return torch.empty(0, dtype=torch.uint8)
-
-
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of spans of time, what they share counted once."""
-    seconds, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        seconds += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return seconds

@@ -27,7 +27,7 @@ from torch import Tensor
 from thinwire.collectives.handle import Account
 from thinwire.collectives.link import Link
 from thinwire.collectives.message import aligned, joined, padded
-from thinwire.collectives.order import AT_ONCE, Turn
+from thinwire.collectives.order import AT_ONCE, Span, Turn, covered
 from thinwire.errors import FrameError, MismatchError, PeerError
 from thinwire.telemetry import span
 
@@ -106,7 +106,8 @@ class Transport:
         self.account = account
         self.device = device
         self.limit = self._own_limit = limit
-        self._turn = turn if link.takes_shorter else None
+        self._turn = turn
+        self._beside = turn is not None and link.takes_shorter and link.members.may_branch
         if turn is not None and turn.released:
             self._have_patience()
         self._call = call
@@ -146,8 +147,18 @@ class Transport:
             with span(kind):
                 yield
         finally:
-            seconds = self.account.seconds
-            seconds[kind] = seconds.get(kind, 0.0) + time.perf_counter() - start
+            end, seconds = time.perf_counter(), self.account.seconds
+            if kind == "network":
+                self.note_moving([(start, end)])
+            else:
+                seconds[kind] = seconds.get(kind, 0.0) + end - start
+
+    def note_moving(self, spans: Sequence[Span]) -> None:
+        """Data moved from then to then."""
+        seconds = self.account.seconds
+        seconds["network"] = seconds.get("network", 0.0) + covered(spans)
+        if self._turn is not None:
+            self._turn.spans += spans
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -237,7 +248,7 @@ class Transport:
         text = self._call_text if failure is None else _explain(failure).encode()[:MOST_TEXT]
         state = FAILED if failure is not None else IDLE if idle else 0
         messages = self._short_enough(along)
-        behind = 0 if self._turn is None else self._turn.behind
+        behind = self._turn.behind if self._turn is not None and self._beside else 0
         state |= (ALONG if messages else 0) | behind << BEHIND
         record = [MAGIC, self._call_mark, state, len(text), 0, *numbers]
         record += [0] * (HEADER + FIELDS - len(record))

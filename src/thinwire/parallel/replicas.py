@@ -70,7 +70,7 @@ class ReplicaCheck(Exchange):
         what: str = "parameters",
         driver: Driver = LOOP,
     ) -> None:
-        self._what, self._driver = what, driver
+        self._what, self._driver, self.batch = what, driver, driver.batch
         what = f"comparison of {len(tensors)} {what}"
         given = list(tensors.values()) or [torch.empty(0)]
         super().__init__("check_replicas", given, options, what=what)

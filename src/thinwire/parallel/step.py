@@ -97,7 +97,7 @@ class ExchangeStep(Driver):
         """This rank cannot go on with the step: the others are told in their next exchange."""
         self.errors.append(error)
         told = error if isinstance(error, Exception) else InterruptedError(type(error).__name__)
-        refusal = Refusal(told, tensor, self._wire._reducer.options)
+        refusal = Refusal(told, tensor, self._wire._reducer.options, self.batch)
         self.follow(refusal.start(async_op=True), set())
 
     def follow(self, handle: Handle, names: set[str]) -> None:

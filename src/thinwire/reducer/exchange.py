@@ -44,6 +44,11 @@ class Driver:
     skips_unused = False
     details: Details = ()
 
+    @property
+    def batch(self) -> object:
+        """What exchanges that one failure ends have in common; None where each is for itself."""
+        return self
+
     def admit(self) -> None:
         """Whether an exchange takes part, or what came of it counts; what it raises ends it on this
         rank, and nobody is told: it must be the same on all."""
@@ -59,7 +64,13 @@ class Driver:
         return None
 
 
-LOOP = Driver()
+class _Loop(Driver):
+    @property
+    def batch(self) -> object:
+        return None
+
+
+LOOP = _Loop()
 
 
 @dataclass
@@ -109,7 +120,7 @@ class UnitExchange(AllReduce):
         self._seed_key = key
         self._kept_recalled = recalled
         self._uncommitted = False
-        self.looks_back = driver.looks_back
+        self.looks_back, self.batch = driver.looks_back, driver.batch
         self.unused: set[str] = set()
         super().__init__(
             "average",
