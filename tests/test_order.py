@@ -416,6 +416,30 @@ def test_a_step_that_one_rank_gives_up_mixes_nothing_up():
     assert [kind for *_, kind in found] == ["PeerError", "MemoryError"]
 
 
+def on_recalled(feedback: str) -> tuple[list[bool], list[torch.Tensor]]:
+    """Averages of one name, each of a tensor of its own: at once, and one after the other."""
+    found = []
+    for at_once in (True, False):
+        reducer = tw.Reducer("powersgd:2", feedback=feedback, timeout=LIMIT, seed=3)
+        tensors = [normal(600, 100 * i + dist.get_rank()).view(30, 20) for i in range(8)]
+        handles = []
+        for x in tensors:
+            handles.append(reducer.average({"w": x}, async_op=True))
+            if not at_once:
+                handles[-1].wait()
+        tw.wait_all(handles)
+        found.append(tensors)
+    return [same(x, y) for x, y in zip(*found, strict=True)], found[0]
+
+
+@pytest.mark.parametrize("feedback", ["none", "ef14"])
+def test_what_is_recalled_by_name_is_that_of_the_call_before(feedback):
+    (alike, tensors), (also, others) = ranks.run(on_recalled, feedback, ranks=2)
+    assert all(alike)
+    assert all(also)
+    assert all(same(x, y) for x, y in zip(tensors, others, strict=True))
+
+
 def on_no_threads() -> tuple[list[float], bool]:
     """No other thread can be started for the group."""
     group = dist.new_group(list(range(dist.get_world_size())))

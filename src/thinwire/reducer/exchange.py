@@ -153,8 +153,14 @@ class UnitExchange(AllReduce):
         if found is None or self._asks_for_unused:
             return None  # what is prepared depends on the other ranks
         pieces = (piece for unit in self.units for piece in unit.pieces)
-        states = (each.state for each in self.updates if each.state is not None)
-        return found | Footprint(pieces, states)
+        states: list[object] = [each.state for each in self.updates if each.state is not None]
+        return found | Footprint(pieces, states + self._kept())
+
+    def _kept(self) -> "list[dict[str, Tensor]]":
+        """What a joint compressor finds again of each unit; those of a name are one object."""
+        if self._kept_recalled is None:
+            return []
+        return [self._kept_recalled.setdefault(unit.names[0], {}) for unit in self.units]
 
     @property
     def _asks_for_unused(self) -> bool:
@@ -182,9 +188,8 @@ class UnitExchange(AllReduce):
         super().prepare()
 
     def _fill(self) -> None:
-        if self._kept_recalled is not None and self.recalled is not None:
-            for each, kept in zip(self.updates, self.recalled, strict=True):
-                kept.update(self._kept_recalled.get(each.unit.names[0], {}))
+        for own, kept in zip(self.recalled or (), self._kept(), strict=True):
+            own.update(kept)
         for each in self.updates:
             each.unit.fill(each.flat)
             each.update.prepare()
@@ -222,9 +227,8 @@ class UnitExchange(AllReduce):
         if not self._uncommitted:
             return
         self._uncommitted = False
-        if self._kept_recalled is not None and self.recalled is not None:
-            for each, kept in zip(self.updates, self.recalled, strict=True):
-                self._kept_recalled[each.unit.names[0]] = kept
+        for own, kept in zip(self.recalled or (), self._kept(), strict=True):
+            kept.update(own)
         for each, compressor in zip(self.updates, self.compressors, strict=True):
             each.update.release()
             if each.state is None:

@@ -198,6 +198,7 @@ class UnitReducer:
             "recalled": {
                 name: {part: values.clone() for part, values in kept.items()}
                 for name, kept in self.recalled.items()
+                if kept
             },
             "tensors": tensors,
         }
