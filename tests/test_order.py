@@ -282,21 +282,22 @@ def test_in_a_backward_pass_nothing_beside_a_bucket_that_fails_counts():
 
 def on_lost() -> tuple[list[str], list[bool], str]:
     """A peer dies while several exchanges wait for it."""
-    tw.all_reduce(torch.ones(N), "none", timeout=LIMIT)
+    with held_until_all_wait(COUNT):
+        tw.wait_all(start_all([torch.ones(N) for _ in range(COUNT)]))  # all lanes are connected
     tensors = [normal(N, i) for i in range(COUNT)]
     before = [x.clone() for x in tensors]
-    begin, begun = Order.begin, threading.Semaphore(0)
+    begin, numbers, all_begun = Order.begin, itertools.count(1), threading.Event()
 
     def noted(this: Any, turn: Turn) -> None:
         begin(this, turn)
-        begun.release()
+        if next(numbers) == AT_ONCE:
+            all_begun.set()
 
     exchange = AllReduce.exchange
 
     def deadly(this: Any, transport: Any) -> None:
         if this._tensors[0] is not tensors[0]:
-            for _ in range(AT_ONCE):
-                begun.acquire(timeout=LONG)
+            all_begun.wait(LONG)
             os.kill(os.getpid(), signal.SIGKILL)
         exchange(this, transport)
 

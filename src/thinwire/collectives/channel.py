@@ -117,14 +117,14 @@ class Channel:
 
     def _enqueue(self, exchange: Runnable) -> None:
         self._order.join(exchange)
-        self._calls.put(True)
         threads = 1 + len(self._helpers)
-        if threads < min(self._order.waiting, AT_ONCE):
+        if threads < AT_ONCE and threads < self._order.waiting:
             name = f"{self.thread.name} {threads}"
             helper = threading.Thread(target=self._help, name=name, daemon=True)
             with contextlib.suppress(RuntimeError):  # there may be no more: fewer do, too
                 helper.start()
                 self._helpers.append(helper)
+        self._calls.put(True)  # last: whoever takes it must wait for this thread's Python
 
     def _check_thread(self, what: str) -> None:
         """Refuse an exchange beside one of another thread: on another rank it might come first."""

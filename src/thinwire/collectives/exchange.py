@@ -1,6 +1,7 @@
 """One exchange with the other ranks of a group, from the call to its result."""
 
 import contextlib
+import functools
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -227,8 +228,12 @@ class Exchange(ABC):
         limits = self.options.max_bytes, other.options.max_bytes
         if limits != (None, None) or self.device.type == "cuda":
             return False
-        mine, others = self.footprint(), other.footprint()
+        mine, others = self._reach, other._reach
         return mine is not None and others is not None and not mine.meets(others)
+
+    @functools.cached_property
+    def _reach(self) -> Footprint | None:
+        return self.footprint()
 
     def prepare_early(self) -> None:
         """`prepare` before its turn, or before the others have come; what it raises comes out

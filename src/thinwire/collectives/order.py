@@ -88,11 +88,14 @@ class Order:
 
     def join(self, exchange: Ordered) -> None:
         """Let it have a turn behind all others."""
+        shared: Sequence[Turn] = ()
+        if self._turns:
+            with self._changed:
+                near = list(self._turns)[1 - AT_ONCE :]
+            shared = [each for each in near if not exchange.may_run_beside(each.exchange)]
+        turn = Turn(exchange, self, shared)
         with self._changed:
-            near = list(self._turns)[1 - AT_ONCE :]
-        shared = [each for each in near if not exchange.may_run_beside(each.exchange)]
-        with self._changed:
-            self._turns.append(Turn(exchange, self, shared))
+            self._turns.append(turn)
 
     def take(self) -> Turn | None:
         """The next that nobody carries out yet."""
@@ -106,8 +109,8 @@ class Order:
     @property
     def waiting(self) -> int:
         """How many somebody must carry out now."""
-        with self._changed:
-            return sum(not each._ending for each in self._turns)
+        with self._changed:  # they end in their order, so none but the first may be ending
+            return len(self._turns) - (self._turns[0]._ending if self._turns else 0)
 
     def may_prepare(self, turn: Turn) -> bool:
         """Wait until it may be prepared: those before it are, and have ended if they may not be
@@ -117,23 +120,31 @@ class Order:
             before = self._before(turn)
             return all(each._prepared and each not in turn._shared for each in before)
 
+        if self._is_first(turn):
+            return False
         with self._changed:
             self._changed.wait_for(ready)
             return not self._is_first(turn)
 
     def note_prepared(self, turn: Turn) -> None:
         """The next may be."""
-        with self._changed:
-            turn._prepared = True
-            self._changed.notify_all()
+        turn._prepared = True
+        self._tell()
 
     def begin(self, turn: Turn) -> None:
         """Wait until it may begin; it has its lane then."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._may_begin(turn))
-            turn.lane = self._lane = (self._lane + 1) % AT_ONCE if turn.released else 0
-            turn._begun = True
-            self._changed.notify_all()
+        if not self._is_first(turn):
+            with self._changed:
+                self._changed.wait_for(lambda: self._may_begin(turn))
+        turn.lane = self._lane = (self._lane + 1) % AT_ONCE if turn.released else 0
+        turn._begun = True
+        self._tell()
+
+    def _tell(self) -> None:
+        """Something has changed for those who wait, if anybody does."""
+        if len(self._turns) > 1:
+            with self._changed:
+                self._changed.notify_all()
 
     def _may_begin(self, turn: Turn) -> bool:
         before = self._before(turn)
@@ -167,21 +178,21 @@ class Order:
         Args:
             moved: all its data, well.
         """
-        with self._changed:
-            turn._moved, turn._begun = moved, True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_first(turn))
+        turn._moved, turn._begun = moved, True
+        self._tell()
+        if not self._is_first(turn):
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_first(turn))
 
     def alone(self, turn: Turn) -> float:
         """Seconds in which the first moved data and none before it did; once it has stopped. So the
         times of all add up to that in which any did."""
         before = [span for spans in self._last_spans for span in spans]
-        return covered([*before, *turn.spans]) - covered(before)
+        return covered([*before, *turn.spans]) - (covered(before) if before else 0.0)
 
     def note_ending(self, turn: Turn) -> None:
         """Whoever waits for it is about to be told."""
-        with self._changed:
-            turn._ending = True
+        turn._ending = True
 
     def end(self, turn: Turn) -> None:
         """The first has ended, and whoever waited for it knows."""
