@@ -124,7 +124,7 @@ class Channel:
             with contextlib.suppress(RuntimeError):  # there may be no more: fewer do, too
                 helper.start()
                 self._helpers.append(helper)
-        self._calls.put(True)  # last: whoever takes it must wait for this thread's Python
+        self._calls.put(True)
 
     def _check_thread(self, what: str) -> None:
         """Refuse an exchange beside one of another thread: on another rank it might come first."""
