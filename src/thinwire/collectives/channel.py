@@ -34,7 +34,7 @@ from thinwire.errors import PeerError, ThinwireError
 
 ENDED = "the process group has been destroyed"
 IDLE_CHECK = 1.0  # seconds between two looks whether the process group still exists
-LOOKED_OVER = 16  # handles of a thread from which on those that were waited for are let go
+LOOKED_OVER = 16  # handles of a thread before those that were waited for are let go
 GRACE = 1.0  # seconds that exchanges get to end when their group or the interpreter does
 PATIENCE = 10.0  # seconds that threads then have to close their connections, on a busy machine
 
@@ -78,7 +78,7 @@ class Channel:
         self._lock = threading.Lock()
         self._caller: threading.Thread | None = None  # inside a call that waits
         # What each thread has started and not waited for.
-        self._background: dict[threading.Thread, list[weakref.ref[Handle]]] = {}
+        self._background: dict[threading.Thread, Started] = {}
         self._direct: set[Direct] = set()  # of threads that post and wait by themselves
         self.thread = threading.Thread(
             target=self._run, name=f"thinwire {members.name}", daemon=True
@@ -92,10 +92,7 @@ class Channel:
         """
         with self._lock:
             self._submit(exchange)
-            own = self._background.setdefault(threading.current_thread(), [])
-            if len(own) >= LOOKED_OVER:
-                own[:] = filter(_is_open, own)
-            own.append(weakref.ref(exchange.handle))
+            self._background.setdefault(threading.current_thread(), Started()).add(exchange.handle)
 
     def call(self, exchange: Runnable) -> None:
         """Queue an exchange and wait for it; until this returns, those of other threads are
@@ -148,7 +145,7 @@ class Channel:
     def _other_than(self, me: threading.Thread) -> threading.Thread | None:
         """A thread that has not waited for what it started, in no order with this one."""
         for thread in [each for each in self._background if each is not me]:
-            if not any(map(_is_open, self._background[thread])):
+            if not self._background[thread].any_open:
                 del self._background[thread]
             elif not _ordered(me, thread):
                 return thread
@@ -324,6 +321,26 @@ class Channel:
             self._lost = str(error)
         exchange.handle.account.lost = self._lost is not None
         return error
+
+
+class Started:
+    """The handles that a thread has started, until somebody has waited for them."""
+
+    def __init__(self) -> None:
+        self._handles: list[weakref.ref[Handle]] = []
+        self._look_over_at = LOOKED_OVER
+
+    def add(self, handle: Handle) -> None:
+        if len(self._handles) >= self._look_over_at:
+            self._handles = list(filter(_is_open, self._handles))
+            # Twice as many as are left: however many are open, one costs the same.
+            self._look_over_at = LOOKED_OVER + 2 * len(self._handles)
+        self._handles.append(weakref.ref(handle))
+
+    @property
+    def any_open(self) -> bool:
+        """Whether one of them has not been waited for."""
+        return any(map(_is_open, self._handles))
 
 
 def error_of(work: Callable[[], None]) -> BaseException | None:
