@@ -3,15 +3,17 @@
     python benchmarks/collectives.py [--hosts 4] [--link 100mbit] [--size 10M] [--rounds 7]
                                      [--out benchmarks/records/NAME.json]
 
-Five parts. On hosts in network namespaces with links of the given rate: the time of compressed
-all-reduces against torch's own, and their bytes against the counters of the interfaces. On
-loopback: what NoCompression costs over plain `dist.all_reduce`. Small: the same for tensors of
-1,000 elements, with 2 and 4 ranks. On loopback with 2 to 8 ranks: how bytes grow. Stages: two hosts
-of one core each, with links of the rate at which a message takes as long as compressing and adding
-up, so that an exchange in which the two take turns needs twice as long as one in which they
-overlap; with one large tensor, and with five one behind the other. Beside them the floor: all that
-compressing and adding up while torch alone moves the same bytes, neither waiting for the
-other. What it takes longer than either is what TCP takes of the one core that both have.
+Five parts. On hosts in network namespaces with links of the given rate: the time of compressed all-
+reduces against torch's own, and their bytes against the counters of the interfaces. Beside them
+floors: torch alone moves as long frames, by its quickest ways to do so, and adds nothing up; where
+the whole tensor has to be looked at before anything can be sent, that comes before it. On loopback:
+what NoCompression costs over plain `dist.all_reduce`. Small: the same for tensors of 1,000
+elements, with 2 and 4 ranks. On loopback with 2 to 8 ranks: how bytes grow. Stages: two hosts of
+one core each, with links of the rate at which a message takes as long as compressing and adding up,
+so that an exchange in which the two take turns needs twice as long as one in which they overlap;
+with one large tensor, and with five one behind the other. Beside them the floor: all that
+compressing and adding up while torch alone moves the same bytes, neither waiting for the other.
+What it takes longer than either is what TCP takes of the one core that both have.
 
 All candidates of a part take turns in every round; figures are medians over rounds of the slowest
 rank. All ranks share this machine's cores, which adds to the time of the compressed candidates on
@@ -47,7 +49,12 @@ SLOW = (
     ("quantize:4 twoshot", "quantize:4", "twoshot", False),
     ("quantize:4 twoshot, residual", "quantize:4", "twoshot", True),
     ("onebit twoshot, residual", "onebit", "twoshot", True),
+    ("floor: topk:0.01 gather", "topk:0.01", "gather", False),
+    ("floor: topk:0.01 sparse", "topk:0.01", "sparse", False),
+    ("floor: quantize:4 twoshot", "quantize:4", "twoshot", False),
+    ("floor: onebit twoshot", "onebit", "twoshot", False),
 )
+FLOOR = "floor"  # of an exchange: what torch alone takes for it
 STAGED = ("quantize:4", "onebit")
 LOOPBACK = (("dense", "dense", "auto", False), ("none", "none", "auto", False))
 SMALL = (
@@ -79,8 +86,48 @@ def rank_main(job: dict[str, Any]) -> None:
     tensor = torch.empty(job["numel"])
     residuals = {name: torch.zeros(job["numel"]) for name, _, _, kept in job["runs"] if kept}
 
+    frames: dict[str, torch.Tensor] = {}
+
+    def frame_of(spec: str) -> torch.Tensor:
+        return tw.pack(tw.parse(spec).encode(gradients[0]))
+
+    if any(name.startswith(FLOOR) for name, *_ in job["runs"]):
+        # One connection for each direction: on one, gloo lets messages that cross wait.
+        directions = [dist.new_group(list(range(size))) for _ in range(2)]
+
+    def to_each(frame: torch.Tensor) -> None:
+        """A share of the frame to each other rank, receives first."""
+        share = frame[: frame.numel() // size]
+        works = []
+        for step in range(1, size):
+            source = (rank - step) % size
+            came, group = torch.empty_like(share), directions[source > rank]
+            works.append(dist.irecv(came, source, group=group))
+        for step in range(1, size):
+            target = (rank + step) % size
+            works.append(dist.isend(share, target, group=directions[target < rank]))
+        for work in works:
+            work.wait()
+
+    def to_all(message: torch.Tensor) -> None:
+        dist.all_gather_into_tensor(message.new_empty(size * message.numel()), message)
+
+    def floor(spec: str, collective: str) -> None:
+        """What torch alone takes to move what an exchange does."""
+        frame = frame_of(spec) if collective != "twoshot" else frames[spec]
+        length = torch.tensor([frame.numel()])
+        dist.all_reduce(length, op=dist.ReduceOp.MAX)  # an all-gather needs one length
+        message = frame.new_zeros(int(length))
+        if collective == "gather":
+            to_all(message)
+        else:
+            to_each(message)
+            to_all(message[: message.numel() // size])
+
     def once(name: str, spec: str, collective: str, turn: int) -> list[float]:
         tensor.copy_(gradients[turn % 2])
+        if name.startswith(FLOOR) and spec not in frames:
+            frames[spec] = frame_of(spec)
         dist.barrier()
         before = sent(size, job["loopback"])
         begin = time.perf_counter()
@@ -89,6 +136,10 @@ def rank_main(job: dict[str, Any]) -> None:
             seconds = time.perf_counter() - begin
             moved = 2 * (size - 1) * tensor.nbytes // size
             reported, parts = moved, [0.0, seconds, 0.0]
+        elif name.startswith(FLOOR):
+            floor(spec, collective)
+            seconds = time.perf_counter() - begin
+            reported, parts = 0, [0.0, seconds, 0.0]
         else:
             residual = residuals.get(name)
             handle = tw.all_reduce(tensor, spec, collective=collective, residual=residual)
@@ -246,12 +297,13 @@ def slow_targets(rows: list[dict[str, Any]], rate: float) -> list[Target]:
     for name, bound in (("topk:0.01 gather", 25), ("quantize:4 twoshot", 7)):
         speed = dense / by_name[name]["seconds"]
         targets.append(Target.at_least(f"{name}: times faster than dense", speed, bound))
-    for row in rows[1:]:
+    ours = [row for row in rows[1:] if not row["name"].startswith(FLOOR)]
+    for row in ours:
         ideal = 8 * FULL * row["counted_bytes"] / rate
         longer = max(ideal, row["encode"] + row["decode"])
         what = f"{row['name']}: time over its bytes / rate, or its codec if longer"
         targets.append(Target.at_most(what, row["seconds"] / longer, 1.15))
-    for row in rows:
+    for row in rows[:1] + ours:
         share = row["reported_bytes"] / row["counted_bytes"]
         what = f"{row['name']}: bytes reported / counted"
         targets.append(Target(what, share, "0.95 to 1.05", 0.95 <= share <= 1.05))

@@ -405,7 +405,9 @@ def collectives(record: Record) -> list[str]:
     )
     setting = (
         f"{record.setting('hosts')} hosts, links of {rate(record.setting('link'))}, a tensor of "
-        f"{record.setting('size')} float32 elements, {record.setting('rounds')} rounds."
+        f"{record.setting('size')} float32 elements, {record.setting('rounds')} rounds. A floor is "
+        "what torch alone takes to move frames as long, with `isend`, `irecv` and its all-gather, "
+        "adding nothing up; for `topk` the choice comes before."
     )
     return [*slow, "", setting, "", f"{ONE_CORE}:", "", *stages(record.measured["stages"])]
 
