@@ -458,6 +458,47 @@ def test_what_is_not_trained_is_that_of_the_first_rank() -> None:
     assert ranks.run(on_untrained, ranks=2) == [["", wanted]] * 2
 
 
+def on_thawed() -> dict[str, str]:
+    model = net()
+    model[0].requires_grad_(False)
+    steps_taken, optimizer = local(model, every=2)
+    go(model, optimizer, range(2))
+    model[4].requires_grad_(False)
+    found = {"frozen": raised(lambda: go(model, optimizer, range(2, 4)))}
+    model[4].requires_grad_(True)
+    found["thawed again"] = raised(lambda: go(model, optimizer, range(4, 6)))
+    model[0].requires_grad_(True)
+    found["thawed"] = raised(lambda: go(model, optimizer, range(6, 7)))
+    steps_taken.detach()
+    return found
+
+
+def test_parameters_that_were_frozen_are_refused_when_they_are_trained() -> None:
+    for found in ranks.run(on_thawed, ranks=2):
+        assert found["frozen"] == found["thawed again"] == ""
+        assert "trains 2 tensors that it did not train" in found["thawed"]
+
+
+def on_compiled_step() -> tuple[int, int, bool]:
+    model = net()
+    steps_taken, optimizer = local(model, every=2)
+    step = torch.compile(optimizer.step, backend="eager")
+    with steps_taken:
+        for i in range(4):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            step()
+    reference = net()
+    again, plain_sgd = local(reference, every=2)
+    with again:
+        go(reference, plain_sgd, range(4))
+    return steps_taken.inner_steps, steps_taken.step, all_same(values(model), values(reference))
+
+
+def test_a_compiled_step_is_one() -> None:
+    assert ranks.run(on_compiled_step, ranks=2) == [(4, 3, True)] * 2
+
+
 # Buffers
 
 

@@ -201,7 +201,7 @@ class LocalSteps(AveragingWire):
         self._model = _checked_model(model)
         ddp = self._model if isinstance(self._model, DistributedDataParallel) else None
         self._live = _trained(self._model, self._optimizers)
-        self._trained = _count(self._optimizers)
+        self._others = [p for p in _parameters(self._optimizers) if not p.requires_grad]
         module: nn.Module = self._model if ddp is None else ddp.module
         self._buffers = ModelBuffers(module)
         if granularity not in GRANULARITIES:
@@ -301,12 +301,14 @@ class LocalSteps(AveragingWire):
         return super()._chosen_for([tensor for tensor in tensors if tensor.name in self._live])
 
     def _connect(self, ddp: DistributedDataParallel | None, scaler: Scaler | None) -> None:
+        # In a compiled optimizer.step() they run as they are.
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         for optimizer in self._optimizers:
             FOLLOWED.add(optimizer)
             self._removals.append(lambda own=optimizer: FOLLOWED.discard(own))  # type: ignore[misc]
-            self._removals.append(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._removals.append(optimizer.register_step_pre_hook(before).remove)
         last = self._optimizers[-1]
-        self._removals.append(last.register_step_post_hook(self._after_step).remove)
+        self._removals.append(last.register_step_post_hook(after).remove)
         if ddp is not None:
             FOLLOWED.add(ddp)
             self._removals.append(lambda: FOLLOWED.discard(ddp))
@@ -374,10 +376,15 @@ class LocalSteps(AveragingWire):
     # Steps.
 
     def _check_optimizers(self) -> None:
-        if _count(self._optimizers) != self._trained:
+        live = {id(p) for p in self._live.values()}
+        still = {id(p) for p in self._others if not p.requires_grad}
+        known = live | still
+        new = [p for p in _parameters(self._optimizers) if id(p) not in known]
+        if new:
             raise ValueError(
-                "the optimizer has got parameters that it had not when LocalSteps was made, and "
-                "nobody would exchange them: detach, and make LocalSteps anew"
+                f"the optimizer trains {plural(len(new), 'tensor')} that it did not train when "
+                "LocalSteps was made (added to it, or frozen at that time), and nobody would "
+                "exchange them: detach, and make LocalSteps anew"
             )
 
     def _step_details(self) -> Details:
@@ -565,7 +572,6 @@ class LocalSteps(AveragingWire):
                 self._shared[name].grad = None
                 move(self._live[name], self._shared[name], mixing)
             self._keep(part.parameters, 0.0 if ending else self._settings.keep)
-
         self._buffers.land(landed.tensors, mixing)
 
     def _learn_of_buffers(self, landed: "Round", size: int) -> None:
@@ -1000,9 +1006,7 @@ def _checked_model(given: Any) -> nn.Module:
 
 def _trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """The parameters that the optimizers train, by name."""
-    wanted = {
-        id(p): p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad
-    }
+    wanted = {id(p): p for p in _parameters(optimizers) if p.requires_grad}
     named = [(p, name) for p, name in parameter_names(model) if id(p) in wanted]
     if len(named) < len(wanted):
         raise ValueError(
@@ -1017,8 +1021,8 @@ def _trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Ten
     return {name: p for p, name in named}
 
 
-def _count(optimizers: Sequence[Optimizer]) -> int:
-    return sum(len(group["params"]) for o in optimizers for group in o.param_groups)
+def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
 
 
 def _recipe_of(
