@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.errors import PeerError, ThinwireWarning
 from thinwire.methods import LocalRecipe, parse
+from thinwire.parallel.buffers import FLAGS
 from thinwire.parallel.local import PROGRESS
 from thinwire.parallel.noise import NoiseGain
 
@@ -425,6 +426,287 @@ def test_ranks_that_come_with_different_parameters_start_alike() -> None:
     assert len(set(ranks.run(on_different_start, ranks=2))) == 1
 
 
+class Untrained(nn.Module):
+    """Frozen parameters, and buffers of types that are not averaged."""
+
+    def __init__(self, own: int) -> None:
+        super().__init__()
+        self.trained = nn.Linear(20, 20)
+        self.frozen = nn.Linear(20, 20).requires_grad_(False)
+        self.register_buffer("places", torch.arange(5) + own)
+        self.register_buffer("turns", torch.full((3,), own, dtype=torch.complex64))
+        self.register_buffer("flag", torch.tensor(bool(own)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.frozen(self.trained(x))
+        return y
+
+
+def on_untrained() -> list[str]:
+    torch.manual_seed(dist.get_rank())
+    model = Untrained(dist.get_rank())
+    steps_taken, optimizer = local(
+        model, optimizer=torch.optim.SGD(model.trained.parameters(), lr=LR), every=2
+    )
+    with steps_taken:
+        go(model, optimizer, range(2))
+    return [raised(lambda: tw.check_replicas(model, buffers=True)), digest([model.places])]
+
+
+def test_what_is_not_trained_is_that_of_the_first_rank() -> None:
+    wanted = digest([torch.arange(5)])
+    assert ranks.run(on_untrained, ranks=2) == [["", wanted]] * 2
+
+
+def on_thawed() -> dict[str, str]:
+    model = net()
+    model[0].requires_grad_(False)
+    steps_taken, optimizer = local(model, every=2)
+    go(model, optimizer, range(2))
+    model[4].requires_grad_(False)
+    found = {"frozen": raised(lambda: go(model, optimizer, range(2, 4)))}
+    model[4].requires_grad_(True)
+    found["thawed again"] = raised(lambda: go(model, optimizer, range(4, 6)))
+    model[0].requires_grad_(True)
+    found["thawed"] = raised(lambda: go(model, optimizer, range(6, 7)))
+    steps_taken.detach()
+    return found
+
+
+def test_parameters_that_were_frozen_are_refused_when_they_are_trained() -> None:
+    for found in ranks.run(on_thawed, ranks=2):
+        assert found["frozen"] == found["thawed again"] == ""
+        assert "trains 2 tensors that it did not train" in found["thawed"]
+
+
+def on_compiled_step() -> tuple[int, int, bool]:
+    model = net()
+    steps_taken, optimizer = local(model, every=2)
+    step = torch.compile(optimizer.step, backend="eager")
+    with steps_taken:
+        for i in range(4):
+            optimizer.zero_grad()
+            loss_of(model, i).backward()
+            step()
+    reference = net()
+    again, plain_sgd = local(reference, every=2)
+    with again:
+        go(reference, plain_sgd, range(4))
+    return steps_taken.inner_steps, steps_taken.step, all_same(values(model), values(reference))
+
+
+def test_a_compiled_step_is_one() -> None:
+    assert ranks.run(on_compiled_step, ranks=2) == [(4, 3, True)] * 2
+
+
+# Buffers
+
+
+class Buffered(nn.Module):
+    """A mask with infinities, and a mean that forward replaces from some step on."""
+
+    def __init__(self, length: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.first.register_buffer("mask", torch.full((length, length), -torch.inf).triu(1))
+        self.second.register_buffer("table", torch.tensor([torch.nan, torch.inf, 1.0]))
+        self.second.register_buffer("mean", torch.zeros(20))
+        self.moves = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moves:
+            self.second.mean = 0.5 * self.second.mean + 0.5 * x.detach().mean(0)
+        y: Tensor = self.second(self.first(x - self.second.mean.to(x)))
+        return y
+
+
+def buffers_apart(model: nn.Module) -> str:
+    return raised(lambda: tw.check_replicas(model, buffers=True))
+
+
+def on_buffers(method: str, begins: int, steps: int) -> dict[str, Any]:
+    """The mean begins to move on rank 1 alone, and there at some step."""
+    model = Buffered()
+    steps_taken, optimizer = local(model, method)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            model.moves = dist.get_rank() == 1 and step >= begins
+            go(model, optimizer, range(step, step + 1))
+        steps_taken.finish()
+    found = {
+        "texts": [str(w.message) for w in caught if w.category is ThinwireWarning],
+        "apart": buffers_apart(model),
+        "skipped": steps_taken.stats()["skipped_rounds"],
+        "sent": [n for n in steps_taken.stats()["tensors"] if n.startswith("(buffer) ")],
+        "moved": bool(model.second.mean.any()),
+        "mask": digest([model.first.mask]) == digest([Buffered().first.mask]),
+    }
+    steps_taken.detach()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "begins", "steps"),
+    [
+        ("local-sgd:2", 0, 4),
+        ("local-sgd:2", 4, 6),
+        ("local-sgd:4", 2, 3),  # `finish` finds it
+        ("post-local-sgd:2,warmup=3", 2, 3),
+        ("streaming-diloco:every=4,fragments=2,overlap=1", 5, 6),
+        ("streaming-diloco:every=4,fragments=2,overlap=1", 5, 9),
+    ],
+)
+def test_only_buffers_that_change_are_averaged(method: str, begins: int, steps: int) -> None:
+    for found in ranks.run(on_buffers, method, begins, steps, ranks=2):
+        assert found == {
+            "texts": [],
+            "apart": "",
+            "skipped": 0,
+            "sent": ["(buffer) second.mean"],
+            "moved": True,
+            "mask": True,
+        }
+
+
+def on_constant(dtype: str) -> dict[str, Any]:
+    """No buffer changes, but perhaps the type of all of them."""
+    model = Buffered()
+    model.moves = False
+    steps_taken, optimizer = local(model, every=2)
+    go(model, optimizer, range(2))
+    model.first.mask = model.first.mask.to(getattr(torch, dtype))
+    with steps_taken:
+        go(model, optimizer, range(2, 4))
+    tensors = steps_taken.stats()["tensors"]
+    return {
+        "sent": [name for name in tensors if name.startswith("(buffer) ")],
+        "skipped": steps_taken.stats()["skipped_rounds"],
+        "type": str(model.first.mask.dtype),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_buffers_that_do_not_change_are_not_sent(dtype: str) -> None:
+    for found in ranks.run(on_constant, dtype, ranks=2):
+        assert found == {"sent": [], "skipped": 0, "type": f"torch.{dtype}"}
+
+
+def on_broken_mask() -> dict[str, Any]:
+    """Somebody changes a mask, which keeps its infinities."""
+    model = Buffered()
+    steps_taken, optimizer = local(model)
+    go(model, optimizer, range(2))
+    model.first.mask[0, 0] = 5.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        go(model, optimizer, range(2, 8))
+    (text,) = [str(w.message) for w in caught if w.category is ThinwireWarning]
+    steps_taken.detach()
+    return {
+        "text": text[:50],
+        "skipped": steps_taken.stats()["skipped_rounds"],
+        "mask": float(model.first.mask[0, 0]),
+    }
+
+
+def test_a_mask_that_is_changed_costs_one_round() -> None:
+    wanted = {
+        "text": "LocalSteps: buffers (first.mask) of a rank hold Na",
+        "skipped": 1,
+        "mask": 0.0,
+    }
+    assert ranks.run(on_broken_mask, ranks=2) == [wanted] * 2
+
+
+def on_other_type() -> str:
+    model = Mixed()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    steps_taken, _ = local(model, optimizer=optimizer, every=2)
+    model.double()
+    with steps_taken:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(batch(step).double()).square().mean().backward()
+            optimizer.step()
+    return buffers_apart(model)
+
+
+def test_buffers_of_a_type_that_came_later_are_averaged() -> None:
+    assert ranks.run(on_other_type, ranks=2) == ["", ""]
+
+
+def on_reshaped(when: int) -> dict[str, Any]:
+    """Rank 1 replaces a mask by a longer one, and removes the mean; all go on."""
+    model = Buffered()
+    steps_taken, optimizer = local(model, every=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(6):
+            if step == when and dist.get_rank() == 1:
+                model.first.mask = torch.zeros(3)
+            go(model, optimizer, range(step, step + 1))
+    state = copy.deepcopy(steps_taken.state_dict())
+    found = {
+        "texts": [str(w.message) for w in caught if w.category is ThinwireWarning],
+        "mask": list(model.first.mask.shape),
+        "error": raised(steps_taken.finish),
+        "mean": digest([model.second.mean]),
+    }
+    steps_taken.detach()
+    fresh_model = Buffered()
+    again, optimizer = local(fresh_model, every=2)
+    again.load_state_dict(state)
+    go(fresh_model, optimizer, range(6, 8))
+    found["loaded"] = raised(again.finish)
+    again.detach()
+    return found
+
+
+@pytest.mark.parametrize("when", [0, 3])
+def test_a_buffer_of_another_shape_stays_with_each_rank(when: int) -> None:
+    one, other = ranks.run(on_reshaped, when, ranks=2)
+    assert (one["mask"], other["mask"]) == ([16, 16], [3])
+    assert one["mean"] == other["mean"]
+    for found in (one, other):
+        assert found["error"] == found["loaded"] == ""
+        assert [("first.mask" in text) for text in found["texts"]] == [True] * bool(when)
+
+
+def on_nodes(inner: str) -> dict[str, Any]:
+    """Many uncompressed bytes, which nodes divide and round."""
+    model = nn.Sequential(nn.Linear(20, 4), nn.Linear(4, 40000))
+    model.register_buffer("constant", torch.arange(5000.0))
+    model.register_buffer("own", torch.zeros(5000))
+    steps_taken, optimizer = local(
+        model, "quantize:8", every=2, nodes=tw.Nodes(2, inner=inner), check_every=1
+    )
+    for step in range(4):
+        model.own.fill_(1000.0 + dist.get_rank())
+        go(model, optimizer, range(step, step + 1))
+    before = steps_taken.step
+    steps_taken.finish()
+    found = {
+        "exchanges": steps_taken.step - before,
+        "constant": bool((model.constant == torch.arange(5000.0)).all()),
+        "own": model.own.unique().tolist(),
+    }
+    next(model.parameters()).data[0, 0] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        go(model, optimizer, range(4, 6))
+    found["skipped"] = steps_taken.stats()["skipped_rounds"]
+    steps_taken.detach()
+    return found
+
+
+@pytest.mark.parametrize("inner", ["cast:bf16", "quantize:8"])
+def test_nodes_do_not_round_buffers_and_flags(inner: str) -> None:
+    wanted = {"exchanges": 1, "constant": True, "own": [1001.5], "skipped": 1}
+    assert ranks.run(on_nodes, inner, ranks=4) == [wanted] * 4
+
+
 # DDP
 
 
@@ -584,8 +866,8 @@ def on_bad(what: str) -> dict[str, Any]:
     go(model, optimizer, range(2))
     before = residuals(steps_taken)
     assert model.norm.running_mean is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         go(model, optimizer, range(2, 3))
         bad = model.norm.running_mean if what == "buffer" else model.first.bias.data
         if dist.get_rank() == 1:
@@ -596,6 +878,7 @@ def on_bad(what: str) -> dict[str, Any]:
     found = {
         "skipped": steps_taken.stats()["skipped_rounds"],
         "residuals": all_same(before, residuals(steps_taken)),
+        "texts": [str(w.message) for w in caught if w.category is ThinwireWarning],
     }
     go(model, optimizer, range(4, 6))
     found["later"] = steps_taken.stats()["skipped_rounds"]
@@ -605,7 +888,11 @@ def on_bad(what: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", ["buffer", "vector"])
 def test_what_is_not_finite_costs_one_round_and_no_residual(what: str) -> None:
+    bad = "norm.running_mean" if what == "buffer" else "norm.running_mean, norm.running_var"
+    whose = f"parameters and buffers ({bad})"
     for found in ranks.run(on_bad, what, ranks=2):
+        (text,) = found.pop("texts")
+        assert f"LocalSteps: {whose} of a rank hold NaN or infinity" in text
         assert found == {"skipped": 1, "residuals": True, "later": 1}
 
 
@@ -1029,6 +1316,42 @@ def test_another_number_of_ranks_goes_on_from_the_mean(case: str, tmp_path: Path
             mean = torch.stack([one[name].double() for one in saved]).mean(0)
             assert torch.allclose(tensor.double(), mean, atol=1e-6)
         assert found[0][f"{way} end"] == found[1][f"{way} end"]
+
+
+def on_old_state(case: str) -> dict[str, Any]:
+    """A state as older versions have saved it, which sent all buffers; numbers in another type."""
+    model, steps_taken, optimizer = fresh(case)
+    go(model, optimizer, range(7))
+    state = copy.deepcopy(steps_taken.state_dict())
+    go(model, optimizer, range(7, 14))
+    steps_taken.finish()
+    wanted = values(model)
+    steps_taken.detach()
+    own = state["local"]
+    for key in ("sent_buffers", "apart_buffers"):
+        del own[key]
+    if own["round"] is not None:
+        del own["round"]["tensors"][FLAGS]
+    for key in ("shared", "bases"):
+        own[key] = {name: tensor.double() for name, tensor in own[key].items()}
+    model, steps_taken, optimizer = fresh(case)
+    steps_taken.load_state_dict(state)
+    copies = [*steps_taken._shared.values(), *steps_taken._bases.values()]
+    go(model, optimizer, range(7, 14))
+    steps_taken.finish()
+    found = {
+        "same": all_same(values(model), wanted),
+        "types": {str(each.dtype) for each in copies},
+        "buffers": buffers_apart(model),
+    }
+    steps_taken.detach()
+    return found
+
+
+@pytest.mark.parametrize("case", ["diloco", "streaming", "kept"])
+def test_states_of_older_versions_are_taken_up(case: str) -> None:
+    for found in ranks.run(on_old_state, case, ranks=2):
+        assert found == {"same": True, "types": {"torch.float32"}, "buffers": ""}
 
 
 def on_refused_states() -> dict[str, str]:

@@ -374,8 +374,8 @@ def on_layers(granularity: str) -> dict[str, Any]:
     model, wire = wired(POLICY, granularity=granularity, ddp={"bucket_cap_mb": 25}, min_numel=MIN)
     handles, start = [], wire._reducer.start
 
-    def noted(units: Any, driver: Any) -> Any:
-        exchange = start(units, driver)
+    def noted(units: Any, driver: Any, **options: Any) -> Any:
+        exchange = start(units, driver, **options)
         handles.append((exchange.handle, [str(unit.compressor) for unit in units]))
         return exchange
 

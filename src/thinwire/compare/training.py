@@ -24,6 +24,7 @@ from thinwire.compare.rank import Job, RankPlan, RankRecord, StepEvent, Timer, t
 from thinwire.compare.settings import ParallelName
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.parallel import LocalSteps, attach
+from thinwire.parallel.buffers import FLAGS
 from thinwire.parallel.local import PROGRESS
 from thinwire.parallel.wire import Wire
 from thinwire.policies import Fixed
@@ -108,7 +109,8 @@ def stats_of(wire: Wire | None, optimizer: Optimizer | None = None) -> Mapping[s
         found = wire.stats()
         share = found["step"] / max(1, found["inner_steps"])
         seconds = {kind: share * value for kind, value in found["seconds_per_step"].items()}
-        tensors = {name: row for name, row in found["tensors"].items() if name != PROGRESS}
+        flags = (PROGRESS, FLAGS)  # what ranks tell each other beside tensors
+        tensors = {name: row for name, row in found["tensors"].items() if name not in flags}
         return {**found, "seconds_per_step": seconds, "tensors": tensors}
     if wire is not None:
         return wire.stats()

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,9 @@ class AveragingWire(Wire):
         """The exchanges of a call: those of a last bucket."""
         planner = self._planner("bucket" if together else "tensor", apart=self._all_or_nothing)
         pieces = [Piece(name, tensor.nbytes, tensor.dtype) for name, tensor in tensors.items()]
-        plan = planner.add(pieces, last=True)
+        exact = self._exact(pieces)
+        plan = [planned._replace(exact=True) for planned in planner.add(exact, last=True)]
+        plan += planner.add([piece for piece in pieces if piece not in exact], last=True)
         # What a policy may choose later must not end a training.
         units = [unit for planned in plan for unit in planned.units]
         for unit in units if together and self._choices.fixed else ():
@@ -113,6 +115,10 @@ class AveragingWire(Wire):
                     f"{unit.compressor} sees each tensor by itself: leave out together=True"
                 )
         return plan
+
+    def _exact(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Those that no node may round, and that have an exchange of their own for it."""
+        return []
 
     def _check_averages(self, step: "AveragingStep", tensors: Mapping[str, Tensor]) -> None:
         every = self._configuration.check_every

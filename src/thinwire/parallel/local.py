@@ -40,6 +40,7 @@ from thinwire.frames.code import wide_type
 from thinwire.methods import LocalRecipe, LocalSGD, OuterSGD, method_of
 from thinwire.optim.base import ExchangingOptimizer
 from thinwire.parallel.averaging import AverageHandle, AveragingStep, AveragingWire
+from thinwire.parallel.buffers import BUFFER, FLAGS, ModelBuffers, check_alike, mean, move
 from thinwire.parallel.configuration import (
     CompressorGiven,
     Configuration,
@@ -50,8 +51,8 @@ from thinwire.parallel.ddp import hook_of
 from thinwire.parallel.model import described, parameter_names
 from thinwire.parallel.noise import NoiseGain
 from thinwire.parallel.optimizers import KnownOptimizer
-from thinwire.parallel.plan import GRANULARITIES
-from thinwire.parallel.replicas import ReplicaCheck
+from thinwire.parallel.plan import GRANULARITIES, Piece
+from thinwire.parallel.replicas import ReplicaCheck, listed
 from thinwire.parallel.stats import Stats, stats_of
 from thinwire.policies.base import OptimizerKind, TensorInfo
 from thinwire.policies.schedule import Warmup
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("thinwire")
 PROGRESS = "(progress)"  # a tensor that says which ranks have worked, and which have finished
 NOISE = "(noise)"  # a tensor that the noise of gradients is measured with
-BUFFER = "(buffer) "  # before the name of a buffer
 LOCAL_KEYS = (
     *("inner_steps", "unsent", "skipped", "shared", "bases", "outer", "parameters"),
     *("buffers", "common_buffers", "inner", "noise", "round"),
@@ -110,7 +110,9 @@ class LocalSteps(AveragingWire):
 
     Args:
         model: a module, or one in DistributedDataParallel. Ranks that come with different
-            parameters start from those of the first rank of the group.
+            parameters or buffers, trained or not, start from those of the first rank of the group.
+            Floating-point buffers are averaged from when they first change; others stay with each
+            rank.
         optimizer: that trains it; or several, which all step once in each step, the last of them
             at its end.
         compressor: of the differences: as for `thinwire.attach`, or one of the methods for local
@@ -199,13 +201,9 @@ class LocalSteps(AveragingWire):
         self._model = _checked_model(model)
         ddp = self._model if isinstance(self._model, DistributedDataParallel) else None
         self._live = _trained(self._model, self._optimizers)
-        self._trained = _count(self._optimizers)
+        self._others = [p for p in _parameters(self._optimizers) if not p.requires_grad]
         module: nn.Module = self._model if ddp is None else ddp.module
-        self._buffers = {
-            name.replace("_orig_mod.", ""): buffer
-            for name, buffer in module.named_buffers()
-            if buffer.is_floating_point()
-        }
+        self._buffers = ModelBuffers(module)
         if granularity not in GRANULARITIES:
             known = " or ".join(map(repr, GRANULARITIES))
             raise ValueError(f"granularity must be {known}, got {granularity!r}")
@@ -257,7 +255,7 @@ class LocalSteps(AveragingWire):
         self._configuration.check_exclude(self._live, "parameter")
         if self._settings.warmup:
             self._warm_up()
-        self._fragments = _dealt(self._live, self._buffers, self._settings.fragments)
+        self._fragments = _dealt(self._live, self._buffers.names, self._settings.fragments)
         self._learn(module)
         self.inner_steps = 0
         self.finished = False
@@ -265,10 +263,10 @@ class LocalSteps(AveragingWire):
         self._skipped = 0
         self._all_finished = False  # all ranks, in the last exchange
         self._shared: dict[str, Tensor] = {}  # Theta, from the first step on
-        self._common_buffers: dict[str, Tensor] = {}  # of the last exchange
         self._bases: dict[str, Tensor] = {}  # what steps began from, where that is not Theta
         self._differences: dict[str, Tensor] = {}  # scratch buffers
         self._round: Round | None = None
+        self._unsent_buffers = False  # that have changed, as the last exchange found
         self._removals: list[Callable[[], None]] = []
         self._connect(ddp, scaler)
 
@@ -284,26 +282,33 @@ class LocalSteps(AveragingWire):
         infos = described(module, cast("dict[str, nn.Parameter]", self._live))
         tensors = {n: info._replace(dtype=wide_type(info.dtype)) for n, info in infos.items()}
         likes = {name: _like(p) for name, p in self._live.items()}
-        for name, buffer in self._buffers.items():
+        for name, buffer in self._buffers.held(self._buffers.names).items():
             likes[BUFFER + name] = _like(buffer)
-        device = next(iter(self._live.values())).device
-        likes[PROGRESS] = torch.zeros(2, device=device)
+        likes[PROGRESS] = torch.zeros(2, device=self._device)
+        if self._buffers.names:
+            likes[FLAGS] = torch.zeros(2, len(self._buffers.names), device=self._device)
         if self._noise is not None:
-            likes[NOISE] = torch.zeros(self._noise.shape, device=device)
+            likes[NOISE] = torch.zeros(self._noise.shape, device=self._device)
         for name, like in likes.items():
             tensors.setdefault(name, TensorInfo(name, like.shape, like.dtype))
         self._learn_tensors(tensors, likes)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._live.values())).device
 
     def _chosen_for(self, tensors: Sequence[TensorInfo]) -> list[TensorInfo]:
         return super()._chosen_for([tensor for tensor in tensors if tensor.name in self._live])
 
     def _connect(self, ddp: DistributedDataParallel | None, scaler: Scaler | None) -> None:
+        # In a compiled optimizer.step() they run as they are.
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         for optimizer in self._optimizers:
             FOLLOWED.add(optimizer)
             self._removals.append(lambda own=optimizer: FOLLOWED.discard(own))  # type: ignore[misc]
-            self._removals.append(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._removals.append(optimizer.register_step_pre_hook(before).remove)
         last = self._optimizers[-1]
-        self._removals.append(last.register_step_post_hook(self._after_step).remove)
+        self._removals.append(last.register_step_post_hook(after).remove)
         if ddp is not None:
             FOLLOWED.add(ddp)
             self._removals.append(lambda: FOLLOWED.discard(ddp))
@@ -371,10 +376,15 @@ class LocalSteps(AveragingWire):
     # Steps.
 
     def _check_optimizers(self) -> None:
-        if _count(self._optimizers) != self._trained:
+        live = {id(p) for p in self._live.values()}
+        still = {id(p) for p in self._others if not p.requires_grad}
+        known = live | still
+        new = [p for p in _parameters(self._optimizers) if id(p) not in known]
+        if new:
             raise ValueError(
-                "the optimizer has got parameters that it had not when LocalSteps was made, and "
-                "nobody would exchange them: detach, and make LocalSteps anew"
+                f"the optimizer trains {plural(len(new), 'tensor')} that it did not train when "
+                "LocalSteps was made (added to it, or frozen at that time), and nobody would "
+                "exchange them: detach, and make LocalSteps anew"
             )
 
     def _step_details(self) -> Details:
@@ -388,6 +398,13 @@ class LocalSteps(AveragingWire):
             f"gain {'measured' if settings.gain else 'none'}, {moved}"
         )
         return (("local steps", words),)
+
+    def _exact(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Flags, sums of gradients and buffers, where nodes would divide what is uncompressed."""
+        dense = [piece for piece in pieces if self._compressor_of(piece.name) is None]
+        if not self._reducer.divides(sum(piece.num_bytes for piece in dense)):
+            return []
+        return [piece for piece in dense if piece.name not in self._live]
 
     def _before_step(self, *_: Any) -> None:
         if not self._shared:
@@ -421,30 +438,37 @@ class LocalSteps(AveragingWire):
         return (self.step - self._settings.warmup) % len(self._fragments)
 
     def _start(self) -> None:
-        """All ranks begin with the same parameters."""
-        tensors = {**self._live, **{BUFFER + n: b for n, b in self._buffers.items()}}
+        """All ranks begin with the same model."""
         options = self._reducer.options
+        self._buffers.part(self._device, options)
+        tensors: dict[str, Tensor] = {name: p for p, name in parameter_names(self._model)}
+        for name, buffer in self._buffers.held(self._buffers.like).items():
+            tensors[BUFFER + name] = buffer
+        check = ReplicaCheck(tensors, options)
         try:
-            ReplicaCheck(tensors, options).start()
+            check.start()
         except ReplicaError:
-            log.info("ranks came with different parameters: all take those of the first rank")
-            self._take_first(list(tensors.values()))
+            log.info(
+                "ranks came with different tensors, and all take those of the first rank: %s",
+                listed(check.different),
+            )
+            self._take_first([tensors[name] for name in check.different])
         self._agree({name: p.detach().to(wide_type(p.dtype)) for name, p in self._live.items()})
+        self._buffers.agree([name.removeprefix(BUFFER) for name in check.different])
 
     def _take_first(self, tensors: list[Tensor]) -> None:
+        """As bytes: tensors may be of any type."""
         options = self._reducer.options
         first = dist.get_global_rank(options.group or dist.group.WORLD, 0)  # type: ignore[arg-type]
-        for dtype in sorted({t.dtype for t in tensors}, key=str):
-            own = [t for t in tensors if t.dtype == dtype]
-            flat = torch.cat([t.detach().reshape(-1) for t in own])
-            broadcast(flat, "none", src=first, group=options.group, timeout=options.timeout)
-            for t, part in zip(own, flat.split([t.numel() for t in own]), strict=True):
-                t.copy_(part.view_as(t))
+        own = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors]
+        flat = torch.cat([each.to(self._device) for each in own])
+        broadcast(flat, "none", src=first, group=options.group, timeout=options.timeout)
+        for t, part in zip(tensors, flat.split([each.numel() for each in own]), strict=True):
+            t.copy_(part.clone().view(t.dtype).view(t.shape))
 
     def _agree(self, parameters: Mapping[str, Tensor]) -> None:
         """Have these as common parameters, with outer optimizers that know nothing yet."""
         self._shared = {name: p.clone() for name, p in parameters.items()}
-        self._common_buffers = {name: b.detach().clone() for name, b in self._buffers.items()}
         self.outer = []
         given = self._outer_given
         if isinstance(given, OuterSGD):
@@ -469,11 +493,11 @@ class LocalSteps(AveragingWire):
         for part in parts:
             for name in part.parameters:
                 tensors[name] = self._difference(name)
-            for name in part.buffers:
-                tensors[BUFFER + name] = self._buffers[name].detach().clone()
+        buffers = [name for part in parts for name in part.buffers]
+        tensors.update(self._buffers.due(buffers, self._device))
         which = range(len(self._fragments)) if warm else range(fragment, fragment + 1)
         progress = [float(any(self._unsent[i] for i in which)), float(finishing)]
-        tensors[PROGRESS] = torch.tensor(progress, device=tensors[next(iter(tensors))].device)
+        tensors[PROGRESS] = torch.tensor(progress, device=self._device)
         if self._noise is not None:
             tensors[NOISE] = self._noise.sketch(self._live, self.step)
         before = self._unsent
@@ -519,6 +543,7 @@ class LocalSteps(AveragingWire):
         size = dist.get_world_size(self._reducer.options.group)
         worked, finished = (round(float(x) * size) for x in landed.tensors[PROGRESS])
         self._all_finished = finished == size
+        self._learn_of_buffers(landed, size)
         if self._noise is not None and worked == size:
             self._noise.learn(landed.tensors[NOISE])
         if not landed.finite:
@@ -545,11 +570,21 @@ class LocalSteps(AveragingWire):
         for part in parts:
             for name in part.parameters:
                 self._shared[name].grad = None
-                _move(self._live[name], self._shared[name], mixing)
-            for name in part.buffers:
-                self._common_buffers[name].copy_(landed.tensors[BUFFER + name])
-                _move(self._buffers[name], landed.tensors[BUFFER + name], mixing)
+                move(self._live[name], self._shared[name], mixing)
             self._keep(part.parameters, 0.0 if ending else self._settings.keep)
+        self._buffers.land(landed.tensors, mixing)
+
+    def _learn_of_buffers(self, landed: "Round", size: int) -> None:
+        changed, replaced = self._buffers.learn(landed.tensors, size)
+        self._unsent_buffers = bool(changed)
+        if replaced:
+            warnings.warn(
+                f"LocalSteps: a rank has replaced buffers by others of another shape, or removed "
+                f"them: {listed(sorted(replaced))}. They are not averaged any more: each rank "
+                "keeps its own",
+                ThinwireWarning,
+                stacklevel=2,
+            )
 
     def _keep(self, names: list[str], share: float) -> None:
         """Have parameters that were set to the common ones go on with what was not sent yet."""
@@ -566,19 +601,21 @@ class LocalSteps(AveragingWire):
     def _skip(self, landed: "Round") -> None:
         """Something was not finite: all ranks go back to the last common parameters."""
         self._skipped += 1
+        bad = [n for n, t in landed.tensors.items() if not bool(t.isfinite().all())]
+        buffers = [name.removeprefix(BUFFER) for name in bad if name.startswith(BUFFER)]
+        what = ["parameters"] if not buffers or any(name in self._live for name in bad) else []
+        what += [f"buffers ({listed(buffers)})"] if buffers else []
         warnings.warn(
-            "LocalSteps: parameters of a rank hold NaN or infinity; all ranks go back to the "
-            "parameters of the round before. A rank whose optimizer holds NaN will bring it again",
+            f"LocalSteps: {' and '.join(what)} of a rank hold NaN or infinity; all ranks go back "
+            "to those of the round before. A rank whose optimizer holds NaN will bring it again",
             ThinwireWarning,
             stacklevel=2,
         )
         for name in landed.tensors:
             if name in self._shared:
-                _move(self._live[name], self._shared[name], 0.0)
+                move(self._live[name], self._shared[name], 0.0)
                 self._bases.pop(name, None)
-        for name, buffer in self._common_buffers.items():
-            if BUFFER + name in landed.tensors:
-                _move(self._buffers[name], buffer, 0.0)
+        self._buffers.go_back(landed.tensors)
 
     def finish(self) -> None:
         """This rank has no more data: end with common parameters. All ranks call this.
@@ -596,9 +633,11 @@ class LocalSteps(AveragingWire):
                 warm = self._warm
                 self._exchange(0, finishing=True)
                 if self._all_finished:
-                    # From the first exchange that finds everybody here, each fragment once.
-                    left = (1 if warm else len(self._fragments)) if left is None else left
-                    left -= 1
+                    # From the first exchange that finds everybody here, each fragment once; and
+                    # once more from one that finds buffers which it should have sent.
+                    if left is None:
+                        left = 1 if warm else len(self._fragments)
+                    left = len(self._fragments) if self._unsent_buffers else left - 1
             if self._configuration.check_every:
                 ReplicaCheck(self._live, self._reducer.options).start()
         self.finished = True
@@ -610,7 +649,7 @@ class LocalSteps(AveragingWire):
         own = {name: p.detach().clone() for name, p in self._live.items() if self._shared}
         with torch.no_grad():
             for name in own:
-                _move(self._live[name], self._shared[name], 0.0)
+                move(self._live[name], self._shared[name], 0.0)
         try:
             yield
         finally:
@@ -750,8 +789,7 @@ class LocalSteps(AveragingWire):
                 "bases": dict(self._bases),
                 "outer": [optimizer.state_dict() for optimizer in self.outer],
                 "parameters": {name: p.detach() for name, p in self._live.items()},
-                "buffers": {name: b.detach() for name, b in self._buffers.items()},
-                "common_buffers": dict(self._common_buffers),
+                **self._buffers.state(),
                 "inner": [optimizer.state_dict() for optimizer in self._optimizers],
                 "noise": None if self._noise is None else self._noise.state(),
                 "round": None if self._round is None else self._round.state(),
@@ -782,21 +820,19 @@ class LocalSteps(AveragingWire):
         with torch.no_grad():
             self.inner_steps, self._unsent = first["inner_steps"], list(first["unsent"])
             self._skipped, self._differences = first["skipped"], {}
-            for kind, live in (("parameters", self._live), ("buffers", self._buffers)):
-                for name, tensor in live.items():
-                    found = [one["local"][kind][name] for one in states]
-                    tensor.copy_(found[0] if len(found) == 1 else _mean(found).to(tensor))
+            for name, p in self._live.items():
+                found = [one["local"]["parameters"][name] for one in states]
+                p.copy_(found[0] if len(found) == 1 else mean(found))
+            self._buffers.load([one["local"] for one in states], bool(first["shared"]))
             for optimizer, kept in zip(self._optimizers, own["inner"], strict=True):
                 optimizer.load_state_dict(kept)
             self._shared, self.outer, self._round = {}, [], None
             self._bases = {
-                name: _mean([one["local"]["bases"][name] for one in states]).to(base)
-                for name, base in first["bases"].items()
+                name: self._wide(name, mean([one["local"]["bases"][name] for one in states]))
+                for name in first["bases"]
             }
             if first["shared"]:
-                self._agree({n: first["shared"][n].to(p.device) for n, p in self._live.items()})
-                for name, buffer in first["common_buffers"].items():
-                    self._common_buffers[name].copy_(buffer)
+                self._agree({n: self._wide(n, first["shared"][n]) for n in self._live})
                 for optimizer, kept in zip(self.outer, first["outer"], strict=True):
                     optimizer.load_state_dict(kept)
             if self._noise is not None:
@@ -804,24 +840,28 @@ class LocalSteps(AveragingWire):
             if first["round"] is not None:
                 self._round = Round.of(first["round"], self._live)
 
+    def _wide(self, name: str, loaded: Tensor) -> Tensor:
+        """As copies of a parameter are kept: where it is, in the type that is worked with."""
+        p = self._live[name]
+        return loaded.to(p.device, wide_type(p.dtype))
+
     def _check_local(self, local: Mapping[str, Any]) -> None:
         """Refuse what does not fit this model, these optimizers and these settings."""
         who = type(self).__name__
         for key in ("inner_steps", "skipped"):
             check.whole(who, key, local[key], 0)
-        for kind, live in (("parameters", self._live), ("buffers", self._buffers)):
-            _check_alike(f"{who}: {kind}", local[kind], live)
+        check_alike(f"{who}: parameters", local["parameters"], self._live)
+        self._buffers.check(who, local, bool(local["shared"]))
         unsent = local["unsent"]
         if not isinstance(unsent, list | tuple) or len(unsent) != len(self._fragments):
             raise ValueError(f"{who}: the state is not one of {len(self._fragments)} fragments")
         for steps in unsent:
             check.whole(who, "unsent", steps, 0)
         if local["shared"]:
-            _check_alike(f"{who}: shared", local["shared"], self._live)
-            _check_alike(f"{who}: common_buffers", local["common_buffers"], self._buffers)
+            check_alike(f"{who}: shared", local["shared"], self._live)
         required(f"{who}: bases", local["bases"], ())
         kept = {name: p for name, p in self._live.items() if name in local["bases"]}
-        _check_alike(f"{who}: bases", local["bases"], kept)
+        check_alike(f"{who}: bases", local["bases"], kept)
         for kind, count in (("inner", len(self._optimizers)), ("outer", self._outers)):
             listed = isinstance(local[kind], list | tuple)
             if not listed or (len(local[kind]) != count and (kind == "inner" or local["shared"])):
@@ -836,7 +876,7 @@ class LocalSteps(AveragingWire):
                 f"{who}: the state is one {'with' if local['noise'] else 'without'} gain"
             )
         if self._noise is not None:
-            _check_alike(f"{who}: noise", local["noise"], self._noise.state())
+            check_alike(f"{who}: noise", local["noise"], self._noise.state())
         if local["round"] is not None:
             required(f"{who}: round", local["round"], ("tensors", "due", "fragment", "finite"))
 
@@ -966,9 +1006,7 @@ def _checked_model(given: Any) -> nn.Module:
 
 def _trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """The parameters that the optimizers train, by name."""
-    wanted = {
-        id(p): p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad
-    }
+    wanted = {id(p): p for p in _parameters(optimizers) if p.requires_grad}
     named = [(p, name) for p, name in parameter_names(model) if id(p) in wanted]
     if len(named) < len(wanted):
         raise ValueError(
@@ -983,8 +1021,8 @@ def _trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Ten
     return {name: p for p, name in named}
 
 
-def _count(optimizers: Sequence[Optimizer]) -> int:
-    return sum(len(group["params"]) for o in optimizers for group in o.param_groups)
+def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
 
 
 def _recipe_of(
@@ -1103,17 +1141,7 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.zeros((), dtype=wide_type(tensor.dtype), device=tensor.device).expand(tensor.shape)
 
 
-def _move(tensor: Tensor, to: Tensor, mixing: float) -> None:
-    tensor = tensor.detach()
-    if mixing:
-        tensor.mul_(mixing).add_(to.to(tensor.dtype), alpha=1 - mixing)
-    else:
-        tensor.copy_(to)
-
-
-def _dealt(
-    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], count: int
-) -> list[Fragment]:
+def _dealt(parameters: Mapping[str, Tensor], buffers: Sequence[str], count: int) -> list[Fragment]:
     """Layers dealt out to fragments in turn, so that each has some of the first and of the last."""
     if count > len(parameters):
         raise ValueError(
@@ -1138,20 +1166,3 @@ def _layer(name: str) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return ".".join(parts[:-1])
-
-
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0].double()
-    for tensor in tensors[1:]:
-        total = total + tensor.double()
-    return total / len(tensors)
-
-
-def _check_alike(who: str, found: Any, live: Mapping[str, Tensor]) -> None:
-    required(who, found, list(live))
-    for name in found:
-        if name not in live:
-            raise ValueError(f"{who}: the state has {name!r}, which the model has not")
-        tensor = found[name]
-        if not isinstance(tensor, Tensor) or tensor.shape != live[name].shape:
-            raise ValueError(f"{who}: {name} must be a tensor of {list(live[name].shape)}")

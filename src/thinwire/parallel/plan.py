@@ -48,9 +48,14 @@ class PlannedUnit(NamedTuple):
 
 
 class PlannedExchange(NamedTuple):
-    """One exchange of several units, each with its compressor."""
+    """One exchange of several units, each with its compressor.
+
+    Args:
+        exact: no node may round what is uncompressed in it.
+    """
 
     units: tuple[PlannedUnit, ...]
+    exact: bool = False
 
     @property
     def names(self) -> set[str]:

@@ -15,6 +15,7 @@ from thinwire.reducer.exchange import LOOP, Driver
 from thinwire.torch_internals import is_dtensor, is_fsdp1
 
 SHOWN = 5  # names in an error
+DIGEST = 8  # bytes
 
 
 def check_replicas(
@@ -59,6 +60,9 @@ class ReplicaCheck(Exchange):
             more steps and is behind the others.
         what: the tensors are, "parameters" or "averages".
         driver: asked whether to take part at all.
+
+    Attributes:
+        different: names of those that are not the same on all ranks, when it has ended.
     """
 
     def __init__(
@@ -75,9 +79,10 @@ class ReplicaCheck(Exchange):
         given = list(tensors.values()) or [torch.empty(0)]
         super().__init__("check_replicas", given, options, what=what)
         self._tensors, self._counts = tensors, counts
+        self.different: list[str] = []
         words = ",".join(f"{name}:{list(t.shape)}:{t.dtype}" for name, t in tensors.items())
-        listed = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
-        self.details = ((self._what, f"{len(tensors)} (names {listed})"),)
+        named = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+        self.details = ((self._what, f"{len(tensors)} (names {named})"),)
 
     def admit(self) -> None:
         self._driver.admit()
@@ -95,15 +100,21 @@ class ReplicaCheck(Exchange):
         table = [bytes(rows[i].cpu().numpy()) for i in there]
         ranks = [transport.members.ranks[i] for i in there]
         self._found = _difference(table, list(self._tensors), ranks, self._what)
+        self._differing = [
+            name
+            for i, name in enumerate(self._tensors)
+            if len({row[DIGEST * i : DIGEST * (i + 1)] for row in table}) > 1
+        ]
 
     def finish(self) -> None:
+        self.different = self._differing
         if self._found:
             raise ReplicaError(self._found)
 
 
 def _digest(tensor: Tensor) -> bytes:
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=8).digest()
+    return hashlib.blake2b(data.numpy().data, digest_size=DIGEST).digest()
 
 
 def _difference(table: list[bytes], names: list[str], ranks: Sequence[int], what: str) -> str:
@@ -118,13 +129,12 @@ def _difference(table: list[bytes], names: list[str], ranks: Sequence[int], what
         wrong = [
             name
             for i, name in enumerate(names)
-            if row[8 * i : 8 * i + 8] != most[8 * i : 8 * i + 8]
+            if row[DIGEST * i : DIGEST * (i + 1)] != most[DIGEST * i : DIGEST * (i + 1)]
         ]
-        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        found.append(f"rank {rank} in {', '.join(wrong[:SHOWN])}{more}")
+        found.append(f"rank {rank} in {listed(wrong)}")
     same = [rank for rank, row in zip(ranks, table, strict=True) if row == most]
-    listed = ", ".join(map(str, same))
-    who = f"{'; '.join(found)}, from {'rank' if len(same) == 1 else 'ranks'} {listed}"
+    others = ", ".join(map(str, same))
+    who = f"{'; '.join(found)}, from {'rank' if len(same) == 1 else 'ranks'} {others}"
     if what != "parameters":
         return f"{what} differ between ranks: {who}. All ranks must go on with the same {what}"
     return (
@@ -132,3 +142,9 @@ def _difference(table: list[bytes], names: list[str], ranks: Sequence[int], what
         "the same averages stay alike: look for different initial weights, seeds or optimizer "
         "states, or parameters changed on one rank only"
     )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of them."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"

@@ -89,7 +89,7 @@ class ExchangeStep(Driver):
             )
             for unit in planned.units
         ]
-        exchange = self._wire._reducer.start(units, self)
+        exchange = self._wire._reducer.start(units, self, exact=planned.exact)
         self.exchanges.append(exchange)
         self.follow(exchange.handle, planned.names)
 

@@ -104,13 +104,14 @@ class UnitReducer:
             check_nodes(self.feedback, nodes.layout(process_group(group)))
         self.compressor = compressor
 
-    def start(self, units: Sequence[Unit], driver: Driver) -> UnitExchange:
+    def start(self, units: Sequence[Unit], driver: Driver, *, exact: bool = False) -> UnitExchange:
         """Start one exchange of several units, each with its compressor.
 
         Uncompressed units (`UNCOMPRESSED`) by themselves take the collective that suits them.
 
         Args:
             driver: see `Driver`.
+            exact: uncompressed units are not divided among nodes, which may round them.
         """
         joint = any(isinstance(unit.compressor, JointCompressor) for unit in units)
         if joint:
@@ -121,7 +122,7 @@ class UnitReducer:
             joint, compressors = False, [UNCOMPRESSED] * len(units)
         names = [name for unit in units for name in unit.names]
         key = Key(self.seed, driver.step % STEPS, zlib.crc32("\n".join(names).encode()))
-        options = self._options_for(units, compressors)
+        options = self._options_for(units, compressors, exact)
         recalled = self.recalled if joint else None
         exchange = UnitExchange(updates, compressors, options, key, driver, recalled, self._op)
         handle = exchange.start(async_op=True)
@@ -134,15 +135,19 @@ class UnitReducer:
         self.ledger.note(handle, units, compressors)
         return exchange
 
-    def _options_for(self, units: Sequence[Unit], compressors: Sequence[Compressor]) -> Options:
-        """What is small is sooner sent uncompressed than divided among nodes."""
+    def divides(self, num_bytes: int) -> bool:
+        """Whether so many bytes of uncompressed tensors are divided among nodes: what is small is
+        sooner sent as it is."""
+        return self.options.nodes is not None and num_bytes >= DIVIDED
+
+    def _options_for(
+        self, units: Sequence[Unit], compressors: Sequence[Compressor], exact: bool
+    ) -> Options:
         if self.options.collective == SCATTER:
             return self.options
-        if all(compressor is UNCOMPRESSED for compressor in compressors):
-            small = sum(unit.num_bytes for unit in units) < DIVIDED
-            if small or self.options.nodes is None:
-                return self._plain
-        return self.options
+        uncompressed = all(compressor is UNCOMPRESSED for compressor in compressors)
+        whole = exact or not self.divides(sum(unit.num_bytes for unit in units))
+        return self._plain if uncompressed and whole else self.options
 
     def _updates(self, units: Sequence[Unit], driver: Driver) -> list[UnitUpdate]:
         updates = []

@@ -1,0 +1,226 @@
+"""The buffers of a model that takes local steps: which are averaged, and which are left alone.
+
+A buffer is looked up by its name each time: a forward pass may have put another tensor in its
+place. Ranks tell each other with each exchange which of their buffers have changed, and send those
+from then on. So masks and tables, which may hold infinity, are never sent, and all ranks know what
+the others send.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.collectives.numbers import GatherNumbers
+from thinwire.collectives.options import Options
+from thinwire.reducer.saved_state import required
+
+BUFFER = "(buffer) "  # before the name of a buffer
+FLAGS = "(buffers)"  # a tensor that says which buffers are not what they were
+CHANGED, REPLACED = 0, 1  # its rows
+
+
+class ModelBuffers:
+    """The buffers that a module has now, by name.
+
+    Args:
+        module: that holds them.
+
+    Attributes:
+        names: of those that are averaged if they change, the floating-point ones.
+        like: for each buffer a tensor without memory of its shape.
+        common: those of `names` as they were after the last exchange, the same on all ranks; none
+            before the first step.
+        sent: names of those that have changed on a rank.
+        apart: names of those that some rank has replaced by one of another shape, or removed: they
+            stay with each rank.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        found = {
+            name: buffer
+            for name, buffer in module.named_buffers()
+            if buffer.layout == torch.strided
+        }
+        self._paths = {name.replace("_orig_mod.", ""): name for name in found}
+        self.like = {
+            name: torch.empty_like(found[path], device="meta") for name, path in self._paths.items()
+        }
+        self.names = [name for name, like in self.like.items() if like.is_floating_point()]
+        self._places = {name: i for i, name in enumerate(self.names)}
+        self.common: dict[str, Tensor] = {}
+        self.sent: set[str] = set()
+        self.apart: set[str] = set()
+
+    def find(self, name: str) -> Tensor | None:
+        """A buffer as it is now; None if it is one of another shape, or gone."""
+        try:
+            buffer: Tensor | None = self._module.get_buffer(self._paths[name])
+        except AttributeError:
+            return None
+        like = self.like[name]
+        if buffer is None or buffer.shape != like.shape:
+            return None
+        return buffer if buffer.is_floating_point() == like.is_floating_point() else None
+
+    def held(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Those of them that all ranks have."""
+        found = {name: self.find(name) for name in names if name not in self.apart}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+    def part(self, device: torch.device, options: Options) -> None:
+        """Leave apart, on all ranks, what one of them has replaced before the first step."""
+        if not self.like:
+            return
+        replaced = [float(self.find(name) is None) for name in self.like]
+        what = f"which of {len(replaced)} buffers were replaced"
+        exchange = GatherNumbers(replaced, what, device, options)
+        exchange.start()
+        ranks = zip(*exchange.rows, strict=True)
+        self.apart = {name for name, each in zip(self.like, ranks, strict=True) if any(each)}
+
+    def agree(self, sent: Collection[str]) -> None:
+        """All ranks have the same now.
+
+        Args:
+            sent: those that they had not before, the same names on all ranks.
+        """
+        self.common = {n: b.detach().clone() for n, b in self.held(self.names).items()}
+        self.sent = {name for name in sent if name in self.common}
+
+    # An exchange.
+
+    def due(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        """What an exchange sends of these, and which of them are not what they were."""
+        if not names:
+            return {}
+        tensors = {}
+        flags = torch.zeros(2, len(self.names))
+        for name in names:
+            if name in self.apart:
+                continue
+            own = self.find(name)
+            if own is None:
+                flags[REPLACED, self._places[name]] = 1
+            elif name not in self.sent and not _same(own, self.common[name]):
+                flags[CHANGED, self._places[name]] = 1
+            if name in self.sent:  # the other ranks expect it
+                values = self.common[name] if own is None else own
+                tensors[BUFFER + name] = values.detach().clone()
+        return {**tensors, FLAGS: flags.to(device)}
+
+    def learn(self, averaged: Mapping[str, Tensor], size: int) -> tuple[set[str], set[str]]:
+        """Which have changed, and which were replaced, on some rank; those not known before."""
+        if FLAGS not in averaged:  # there are none, or an older version has begun the exchange
+            return set(), set()
+        counts = (averaged[FLAGS].cpu() * size).round().tolist()
+        changed, replaced = (
+            {name for name, count in zip(self.names, row, strict=True) if count} for row in counts
+        )
+        for name in replaced:
+            self.apart.add(name)
+            self.common.pop(name, None)
+        self.sent = (self.sent | changed) - replaced
+        return changed - replaced, replaced
+
+    def land(self, averaged: Mapping[str, Tensor], mixing: float) -> None:
+        """Go on with what they came to."""
+        for name in self.common:
+            if BUFFER + name in averaged:
+                self.common[name] = averaged[BUFFER + name]
+                self._follow(name, mixing)
+
+    def go_back(self, averaged: Mapping[str, Tensor]) -> None:
+        """To what they were before an exchange that does not count."""
+        for name in self.common:
+            found = averaged.get(BUFFER + name)
+            if found is not None:
+                self._follow(name, 0.0)
+                if not bool(found.isfinite().all()):  # as it is now it may hold infinity, too
+                    self.sent.discard(name)
+
+    def _follow(self, name: str, mixing: float) -> None:
+        own = self.find(name)
+        if own is not None:  # replaced since: the next exchange tells
+            move(own, self.common[name], mixing)
+
+    # Checkpoints.
+
+    def state(self) -> dict[str, Any]:
+        own = {name: buffer.detach() for name, buffer in self.held(self.names).items()}
+        return {
+            "buffers": {**self.common, **own},
+            "common_buffers": dict(self.common),
+            "sent_buffers": sorted(self.sent),
+            "apart_buffers": sorted(self.apart.intersection(self.names)),
+        }
+
+    def check(self, who: str, state: Mapping[str, Any], begun: bool) -> None:
+        """Refuse a state that does not fit.
+
+        Args:
+            begun: it has common buffers.
+        """
+        for key in ("sent_buffers", "apart_buffers"):
+            listed = state.get(key, [])
+            if not isinstance(listed, list | tuple) or not set(self.names).issuperset(listed):
+                raise ValueError(f"{who}: {key} must be a list of names of the model's buffers")
+        apart = state.get("apart_buffers", ())
+        like = {name: self.like[name] for name in self.names if name not in apart}
+        check_alike(f"{who}: buffers", state["buffers"], like)
+        if begun:
+            check_alike(f"{who}: common_buffers", state["common_buffers"], like)
+
+    def load(self, states: Sequence[Mapping[str, Any]], begun: bool) -> None:
+        """Go on from what was saved, from the mean of several."""
+        first = states[0]
+        self.apart = set(first.get("apart_buffers", ()))
+        self.common = {}
+        for name, own in self.held(self.names).items():
+            found = [state["buffers"][name] for state in states]
+            own.detach().copy_(found[0] if len(found) == 1 else mean(found))
+        if begun:
+            self.common = {name: b.detach().clone() for name, b in first["common_buffers"].items()}
+            for name, own in self.held(self.common).items():
+                self.common[name] = self.common[name].to(own)
+        # Older versions sent all of them.
+        finite = [name for name, b in self.common.items() if bool(torch.isfinite(b).all())]
+        self.sent = set(first.get("sent_buffers", finite)).intersection(self.common)
+
+
+def _same(own: Tensor, before: Tensor) -> bool:
+    before = before.to(own)
+    # NaN is not equal to itself; looked at twice only where something has changed.
+    return torch.equal(own, before) or bool(
+        torch.isclose(own, before, rtol=0.0, atol=0.0, equal_nan=True).all()
+    )
+
+
+def move(tensor: Tensor, to: Tensor, mixing: float) -> None:
+    """Set it to another, but for this share of itself."""
+    tensor = tensor.detach()
+    if mixing:
+        tensor.mul_(mixing).add_(to.to(tensor.dtype), alpha=1 - mixing)
+    else:
+        tensor.copy_(to)
+
+
+def mean(tensors: Sequence[Tensor]) -> Tensor:
+    """In float64."""
+    total = tensors[0].double()
+    for tensor in tensors[1:]:
+        total = total + tensor.double()
+    return total / len(tensors)
+
+
+def check_alike(who: str, found: Any, like: Mapping[str, Tensor]) -> None:
+    """Refuse a saved dictionary of tensors that has other names or shapes."""
+    required(who, found, list(like))
+    for name in found:
+        if name not in like:
+            raise ValueError(f"{who}: the state has {name!r}, which the model has not")
+        tensor = found[name]
+        if not isinstance(tensor, Tensor) or tensor.shape != like[name].shape:
+            raise ValueError(f"{who}: {name} must be a tensor of {list(like[name].shape)}")
