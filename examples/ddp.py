@@ -2,10 +2,12 @@
 
     torchrun --standalone --nproc-per-node 2 examples/ddp.py
     torchrun --standalone --nproc-per-node 2 examples/ddp.py --compressor none
+    torchrun --standalone --nproc-per-node 2 examples/ddp.py --save checkpoint
+    torchrun --standalone --nproc-per-node 2 examples/ddp.py --resume checkpoint --steps 120
 
 Trains a small convolutional network on Fashion-MNIST (a part of it ships with thinwire) and prints
-what was sent. Stop it at any time: `--save` writes a checkpoint at the end, `--resume` goes on
-from it as if it had never stopped.
+what was sent. `--save` writes a checkpoint at the end, `--resume` goes on from it with the steps
+that are left, as if it had never stopped.
 """
 
 import argparse
@@ -23,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--compressor", default="topk:0.01")
     parser.add_argument("--feedback", default="ef14")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=60, help="in all, before and after --resume")
     parser.add_argument("--save", type=Path, help="folder for checkpoints")
     parser.add_argument("--resume", type=Path, help="folder with checkpoints")
     options = parser.parse_args()
@@ -43,7 +45,10 @@ def main() -> None:
         optimizer.load_state_dict(saved.state["optimizer"])
         wire.load_state_dict(saved.state["wire"])
 
+    done = wire.step
     for step, batch in zip(range(options.steps), task.batches(rank, world), strict=False):
+        if step < done:
+            continue  # the data of steps before the checkpoint
         optimizer.zero_grad()
         loss = task.loss(model, batch)
         loss.backward()

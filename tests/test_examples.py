@@ -77,8 +77,10 @@ def test_ddp_learns_and_resumes(tmp_path):
     assert float(losses[-1][1]) < float(losses[0][1])
     assert "topk:0.01" in output
     assert "total of 21 steps" in output
-    output = started(2, "ddp.py", "--steps", "1", "--resume", folder)
-    assert "step 22: loss" in output
+    resumed = started(2, "ddp.py", "--steps", "31", "--resume", folder)
+    whole = started(2, "ddp.py", "--steps", "31")
+    assert _results(resumed) == _results(whole)[-2:]
+    assert re.findall(r"step (\d+): loss", resumed) == ["31"]
 
 
 def test_own_loop_finds_the_answer():
@@ -109,7 +111,7 @@ def test_diloco_goes_on_from_the_middle_of_a_round(tmp_path):
 
 
 def _results(output: str) -> list[str]:
-    return re.findall(r"(?:loss|test nll) [\d.]+", output)
+    return re.findall(r"(?:loss|test nll|test accuracy) [\d.]+", output)
 
 
 def test_federated_uploads_less_and_learns(tmp_path):

@@ -124,13 +124,28 @@ def on_wires() -> dict[str, str]:
     def make(model: Any) -> Any:
         return wire_for("Compression", model, "quantize:4", [], {})
 
+    def make_dgc(count: int, **options: Any) -> Any:
+        model = DistributedDataParallel(net())
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.5) for _ in range(count)]
+        wire = wire_for("Compression", model, "dgc:0.1", optimizers, options)
+        assert optimizers[0].param_groups[0]["momentum"] == 0, "taken over"
+        return wire
+
     wrapped = DistributedDataParallel(net())
     assert make(wrapped) is tw.wire_of(wrapped)
+    make_dgc(1)
+    scaler = torch.amp.GradScaler("cpu")
+    for options in ({}, {"scaler": scaler}):
+        passed = DistributedDataParallel(net())
+        other = torch.amp.GradScaler("cpu")
+        wire = wire_for("Compression", passed, "quantize:4", [], options, other)
+        assert wire._configuration.scaler is options.get("scaler", other)
     return {
         "twice": raised(lambda: make(wrapped)),
         "other": raised(lambda: make(DeepSpeedEngine())),
         "bare": raised(lambda: make(net())),
         "early": raised(lambda: tw.attach(net(), "quantize:4")),
+        "two optimizers": raised(lambda: make_dgc(2)),
     }
 
 
@@ -138,6 +153,7 @@ def test_models_that_cannot_be_attached_to_are_refused_with_what_to_do():
     for found in ranks.run(on_wires, ranks=2):
         assert "has a wire already" in found["twice"]
         assert "call its detach() first" in found["twice"]
+        assert "the momentum of one optimizer, and this training has 2" in found["two optimizers"]
         assert "its model is a DeepSpeedEngine" in found["other"]
         assert "its model is a Sequential" in found["bare"]
         for each in ("other", "bare"):

@@ -846,6 +846,114 @@ def on_late() -> bool:
     return True
 
 
+RESTS = {  # of a parameter, as steps: before it rests, of rest; and when its variance is frozen
+    "some compressed steps": (8, 2, FREEZE),
+    "as many as were dense": (8, FREEZE, FREEZE),
+    "more": (8, FREEZE + 2, FREEZE),
+    "over the end of the dense ones": (3, 4, 3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", RESTS)
+def test_a_parameter_that_was_not_trained_for_some_steps_goes_on(kind: str, case: str) -> None:
+    before, rest, frozen = RESTS[case]
+    if kind == "ZeroOneAdam" and frozen == FREEZE:
+        before = FREEZE  # its meetings go by the number of the step
+    assert all(ranks.run(on_rest, kind, before, rest, frozen, ranks=2))
+
+
+def on_rest(kind: str, before: int, rest: int, frozen: int) -> bool:
+    """Tensors are compressed one by one: the first one must move as if it were trained alone, in
+    the steps that it takes part in, with a variance that has seen as many gradients."""
+    settings, alone_settings = {"freeze_step": FREEZE}, {"freeze_step": frozen}
+    if kind == "ZeroOneAdam":
+        every = {"local_step_clipper": 1, "var_update_scaler": 100}
+        settings = {"var_freeze_step": FREEZE, **every}
+        alone_settings = {"var_freeze_step": frozen, **every}
+    params, (alone, *_) = parameters(), parameters()
+    optimizer, other = make(kind, params, **settings), make(kind, [alone], **alone_settings)
+    for step in range(1, before + rest + 7):
+        params[0].requires_grad_(not before < step <= before + rest)
+        give(params, dist.get_rank(), step)
+        optimizer.step()
+        if params[0].requires_grad:
+            alone.grad = params[0].grad
+            other.step()
+        assert torch.equal(params[0], alone), step
+    again = make(kind, params, **settings)
+    again.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[params[0]]["variance_steps"] == frozen
+    assert again.state[params[0]]["variance_steps"] == frozen
+    return True
+
+
+def test_replicas_meet_in_parameters_that_were_frozen_between_two_meetings() -> None:
+    assert all(ranks.run(on_frozen_apart, ranks=2))
+
+
+def on_frozen_apart() -> bool:
+    params, me = parameters(), dist.get_rank()
+    model = nn.ParameterList(params)
+    settings = {"var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 4}
+    optimizer = make("ZeroOneAdam", params, **settings)
+    for step in range(1, 15):
+        params[0].requires_grad_(step not in (11, 12))
+        params[1].requires_grad_(step < 14)
+        give(params, me, step)
+        optimizer.step()
+        assert optimizer.synced == (step in (1, 2, 3, 4, 8, 12)), step  # meetings 1, 2, 4, 4 apart
+        if optimizer.synced:
+            tw.check_replicas(model, timeout=TIMEOUT)
+    optimizer.sync()
+    assert optimizer.synced
+    tw.check_replicas(model, timeout=TIMEOUT)
+    return True
+
+
+def test_zero_one_adam_refuses_parameters_without_a_variance() -> None:
+    """Thawed after the last update of the variance, though before it was frozen."""
+    assert all(ranks.run(on_no_variance, ranks=1))
+
+
+def on_no_variance() -> bool:
+    params = parameters()
+    optimizer = make("ZeroOneAdam", params)  # the variance is updated in step 8, frozen after 9
+    for step in range(1, 10):
+        params[0].requires_grad_(step == 9)
+        give(params, 0, step)
+        optimizer.step()
+    give(params, 0, 10)
+    before = copies(params)
+    with pytest.raises(ValueError, match=r"0\.0 took no part in the updates of the variance"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+    params[0].requires_grad_(False)
+    optimizer.step()
+    assert torch.equal(params[0], before[0])
+    return True
+
+
+def test_states_of_earlier_versions_are_taken_over() -> None:
+    assert all(ranks.run(on_earlier_state, ranks=2))
+
+
+def on_earlier_state() -> bool:
+    """They do not say how many updates the variance has seen."""
+    params, again = parameters(), parameters()
+    optimizer, other = make("OneBitAdam", params), make("OneBitAdam", again)
+    for step in range(1, 12):
+        params[0].requires_grad_(step > 2)
+        give(params, dist.get_rank(), step)
+        optimizer.step()
+    state = optimizer.state_dict()
+    for kept in state["state"].values():
+        assert kept.pop("variance_steps") == FREEZE - 2 * (kept is state["state"][0])
+    other.load_state_dict(state)
+    found = [other.state[p]["variance_steps"] for p in again]
+    return found == [FREEZE - 2] + [FREEZE] * (len(SHAPES) - 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_l2_scale_keeps_the_length(dtype: torch.dtype) -> None:
     """||C(x)|| = ||x||, and ||C(x) - x||^2 = 2 (1 - ||x||_1 / (sqrt(d) ||x||)) ||x||^2."""

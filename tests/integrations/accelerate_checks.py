@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 accelerate_checks.py
 """
 
 import json
+import warnings
 from typing import Any
 
 import torch
@@ -66,6 +67,17 @@ def options_stay() -> bool:
     return ours and model.find_unused_parameters and model.bucket_bytes_cap == 7 << 20
 
 
+def scaler_is_passed_on() -> bool:
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)  # as with fp16 on a GPU
+    handler = tw.accelerate.compress(accelerator, "quantize:4")
+    model, optimizer = prepared(accelerator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tw.errors.ThinwireWarning)  # of a scaler not passed
+        train(accelerator, model, optimizer, 2)
+    return handler.wire.step == 2
+
+
 def local_steps() -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     model, optimizer = prepared(accelerator)
@@ -100,7 +112,7 @@ def sharded() -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {"wrong": wrong_use(), "options": options_stay()}
-    found |= {"local": local_steps(), "sharded": sharded()}
+    found |= {"scaler": scaler_is_passed_on(), "local": local_steps(), "sharded": sharded()}
     if torch.distributed.get_rank() == 0:
         print("@" + json.dumps(found), flush=True)
     torch.distributed.destroy_process_group()

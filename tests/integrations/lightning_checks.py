@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_training import BATCHES, Net, data
 
 import thinwire as tw
@@ -48,6 +49,69 @@ class Early(Net):
         tw.attach(self, "quantize:4")
 
 
+class Scored(Net):
+    def validation_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        self.log("score", torch.nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
+
+
+class Scores(pl.Callback):
+    """What validations came to, by step."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, float] = {}
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.found[trainer.global_step] = trainer.callback_metrics["score"].item()
+
+
+def local_steps(folder: str) -> dict[str, Any]:
+    """Checkpoints in the middle of rounds: what they score, and where a fit that goes on ends."""
+
+    def trainer_of(*more: Any) -> Any:
+        return pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_epochs=2,
+            callbacks=[tw.lightning.Compression("local-sgd:3"), *more],
+            logger=False,
+            default_root_dir=folder,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            val_check_interval=2,
+        )
+
+    def checkpoints(**given: Any) -> ModelCheckpoint:
+        return ModelCheckpoint(folder, save_top_k=-1, auto_insert_metric_name=False, **given)
+
+    scores, model = Scores(), Scored()
+    trainer = trainer_of(
+        scores,
+        checkpoints(filename="whole-{step}", monitor="score"),
+        checkpoints(filename="weights-{step}", monitor="score", mode="max", save_weights_only=True),
+        checkpoints(filename="epoch-{epoch}", save_on_train_epoch_end=True),
+    )
+    trainer.fit(model, data(), data())
+    ended = [p.sum().item() for p in model.parameters()]
+    fitted, again = dict(scores.found), {}
+    for kind in ("whole", "weights"):
+        for step in fitted:
+            path = f"{folder}/{kind}-{step}.ckpt"
+            (found,) = trainer.validate(model, data(), ckpt_path=path, verbose=False)
+            again[f"{kind} {step}"] = [found["score"], fitted[step]]
+    resumed = Scored()
+    trainer_of(checkpoints()).fit(resumed, data(), data(), ckpt_path=f"{folder}/epoch-0.ckpt")
+    resumed_end = [p.sum().item() for p in resumed.parameters()]
+    return {"scores": again, "ended": ended, "resumed": resumed_end}
+
+
+class WithMomentum(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     compression = tw.lightning.Compression
@@ -64,6 +128,9 @@ def main(folder: str) -> None:
         found["again"] = fit(model, [callback], folder, epochs)
         steps.append(callback.wire.step)
     found |= {"steps": steps, "batches": BATCHES, "losses": model.losses}
+    found["local"] = local_steps(folder)
+    model, callback = WithMomentum(), compression("dgc:0.1", min_numel=2)
+    found["momentum"] = fit(model, [callback], folder)
     if torch.distributed.get_rank() == 0:
         print("@" + json.dumps(found), flush=True)
 

@@ -34,6 +34,7 @@ def test_wrong_use_is_refused_and_fsdp2_and_local_steps_go():
     assert "takes an Accelerator, got DistributedDataParallel" in wrong["no accelerator"]
     assert "comm_hook: DDP takes one communication hook" in wrong["hook in options"]
     assert found["options"], "what DDP was to be made with stays"
+    assert found["scaler"]
     one, other = found["local"]["apart"]
     assert one != other
     one, other = found["local"]["together"]

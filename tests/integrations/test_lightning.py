@@ -63,3 +63,12 @@ def test_what_cannot_be_is_refused(tmp_path):
     assert found["again"] == ""
     assert found["steps"] == [found["batches"]] * 2
     assert len(found["losses"]) == 2 * found["batches"]
+    # In the middle of a round too, a checkpoint holds the parameters that were validated, and a
+    # validation that comes after training is one of what it loads.
+    local = found["local"]
+    assert len(local["scores"]) == 8
+    for again, before in local["scores"].values():
+        assert again == pytest.approx(before, rel=1e-6)
+    assert local["resumed"] == local["ended"]
+    # A method that takes over momentum has the optimizer that Lightning makes.
+    assert found["momentum"] == ""

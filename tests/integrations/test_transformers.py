@@ -32,6 +32,15 @@ def test_settings_of_the_trainer_and_wrong_use(tmp_path):
     assert "the Trainer's is `trainer.model_wrapped`" in found["wrong"]["early"]
     (warning,) = found["copied"]
     assert "compression starts anew" in warning
+    for name, (chosen, steps) in {
+        "whole": ("checkpoint-2", 8),
+        "stopped": ("checkpoint-2", 4),
+        "stopped after an epoch": ("checkpoint-4", 8),
+    }.items():
+        ended = found["best"][name]
+        assert (ended["best"], ended["steps"], ended["finished"]) == (chosen, steps, True)
+        assert ended["same"] == [True, True], f"{name}: the model is not the best checkpoint"
+    assert found["search"] == ["search/run-3/checkpoint-2/thinwire.pt"]
 
 
 def test_the_trainer_comes_first():

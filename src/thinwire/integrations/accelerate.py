@@ -37,7 +37,7 @@ def compress(
     """Have an Accelerator attach a wire to the model that it wraps in DistributedDataParallel.
 
     To be called before `prepare`. Options of DistributedDataParallel that the Accelerator was given
-    stay.
+    stay, and its GradScaler is passed on.
 
     Args:
         accelerator: an Accelerator.
@@ -82,6 +82,9 @@ def compress(
                 "takes one hook: leave it out, or do without tw.accelerate"
             )
         given = before.to_kwargs()
+    scaler = getattr(accelerator, "scaler", None)
+    if scaler is not None:
+        options.setdefault("scaler", scaler)
     accelerator.ddp_handler = handler = Handler(compressor, ddp=given, **options)
     return handler
 

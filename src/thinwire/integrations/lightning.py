@@ -1,8 +1,9 @@
 """Lightning: ``Trainer(callbacks=[tw.lightning.Compression("quantize:4")])``."""
 
 import contextlib
+import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from thinwire.integrations.wiring import framework, takes_local_steps, wire_for
@@ -22,7 +23,8 @@ class Compression(_pytorch.Callback):  # type: ignore[misc]
     """Compresses what a trainer's processes exchange, from the start of training on.
 
     With DDP and with ModelParallelStrategy (FSDP2). Checkpoints hold what every rank remembers, so
-    that training goes on bit for bit; with another number of ranks it goes on with the mean.
+    that training goes on bit for bit; with another number of ranks it goes on with the mean. The
+    model in them is the one that was validated: of local steps, the common parameters.
     Figures go to the trainer's loggers every `log_every_n_steps` steps.
 
     Args:
@@ -42,6 +44,7 @@ class Compression(_pytorch.Callback):  # type: ignore[misc]
         self.compressor, self.options = compressor, options
         self.wire: Wire | None = None
         self._loaded: Mapping[str, Any] | None = None
+        self._training: LocalSteps | None = None  # the wire, if it is one, while it trains
         self._evaluation = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -51,16 +54,23 @@ class Compression(_pytorch.Callback):  # type: ignore[misc]
                 "tw.lightning.Compression: the strategy has a ddp_comm_hook of its own, and DDP "
                 "takes one: leave one of them out"
             )
-        options = dict(self.options)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            options.setdefault("scaler", scaler)
         self.wire = wire_for(
-            "tw.lightning.Compression", strategy.model, self.compressor, trainer.optimizers, options
+            "tw.lightning.Compression",
+            strategy.model,
+            self.compressor,
+            trainer.optimizers,
+            self.options,
+            getattr(trainer.precision_plugin, "scaler", None),
         )
         if self.wire is not None and self._loaded is not None:
             self.wire.load_state_dict(self._loaded)
         self._loaded = None
+        if isinstance(self.wire, LocalSteps):
+            self._training = self.wire
+            # A callback's on_save_checkpoint is not called for checkpoints of weights alone.
+            strategy.lightning_module_state_dict = _common(
+                self.wire, strategy.lightning_module_state_dict
+            )
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -73,18 +83,26 @@ class Compression(_pytorch.Callback):  # type: ignore[misc]
                 logger.log_metrics(found, step=trainer.global_step)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if isinstance(self.wire, LocalSteps):
-            self._evaluation.enter_context(self.wire.common_parameters())
+        if self._training is not None:
+            self._evaluation.enter_context(self._training.common_parameters())
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._evaluation.close()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if isinstance(self.wire, LocalSteps):
-            self.wire.finish()
+        if self._training is not None:
+            self._training.finish()
+            self._end_training(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._evaluation.close()
+        if self._training is not None:
+            self._end_training(trainer)
+
+    def _end_training(self, trainer: Any) -> None:
+        """From here on the model is what whoever sets its parameters makes it."""
+        self._training = None
+        del trainer.strategy.lightning_module_state_dict
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit" and self.wire is not None:
@@ -102,3 +120,14 @@ class Compression(_pytorch.Callback):  # type: ignore[misc]
     def state_key(self) -> str:
         kind = "local steps" if takes_local_steps(self.compressor) else "gradients"
         return f"thinwire.Compression({kind})"
+
+
+def _common(local: LocalSteps, state_dict: Callable[[], dict[str, Any]]) -> Any:
+    """What goes into checkpoints as the model: in the middle of a round every process has
+    parameters of its own, and what was validated are the common ones."""
+
+    def common() -> dict[str, Any]:
+        with local.common_parameters():
+            return copy.deepcopy(state_dict())
+
+    return common

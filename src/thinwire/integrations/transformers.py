@@ -2,11 +2,14 @@
 ``trainer.add_callback(tw.transformers.Compression(trainer, "quantize:4"))``."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from thinwire.errors import ThinwireWarning
 from thinwire.integrations.wiring import framework, wire_for
@@ -57,17 +60,21 @@ class Compression(_callback.TrainerCallback):  # type: ignore[misc]
             self.compressor,
             [inner],
             self.options,
+            getattr(self.trainer.accelerator, "scaler", None),
         )
         if self.wire is not None and state.global_step:
-            self._resume(self._folder(args, state) / FILE)
+            self._resume(self._folder(state) / FILE)
         # Callbacks that report see a log only after those before them.
         others = self.trainer.callback_handler.callbacks
         if self in others:
             others.remove(self)
             others.insert(0, self)
 
-    def _folder(self, args: Any, state: Any) -> Path:
-        return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    def _folder(self, state: Any) -> Path:
+        # In a search of hyperparameters every trial has a folder of its own.
+        return Path(self.trainer._get_output_dir(self.trainer._trial)) / (
+            f"checkpoint-{state.global_step}"
+        )
 
     def _resume(self, path: Path) -> None:
         assert self.wire is not None
@@ -82,12 +89,17 @@ class Compression(_callback.TrainerCallback):  # type: ignore[misc]
             stacklevel=2,
         )
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # Before the last evaluation and the last checkpoint, and before the best model is loaded.
+        if state.global_step >= state.max_steps and isinstance(self.wire, LocalSteps):
+            self.wire.finish()
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.wire is None:
             return
         found = self.wire.gathered_state_dict()
         if dist.get_rank() == 0:
-            path = self._folder(args, state) / FILE
+            path = self._folder(state) / FILE
             partly = path.with_suffix(".part")
             torch.save(found, partly)
             partly.replace(path)
@@ -105,7 +117,22 @@ class Compression(_callback.TrainerCallback):  # type: ignore[misc]
             state.log_history[-1].update(found)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if isinstance(self.wire, LocalSteps):
-            self.wire.finish()
+        if isinstance(self.wire, LocalSteps) and not self.wire.finished:
+            # Stopped early. The best model, which may have been loaded by now, stays.
+            loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
+            with _staying(self.trainer.model) if loaded else nullcontext():
+                self.wire.finish()
         if self.wire is not None:
             self.wire.detach()
+
+
+@contextmanager
+def _staying(model: nn.Module) -> Iterator[None]:
+    """Whatever happens meanwhile, the model has the parameters and buffers afterwards that it has
+    now."""
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
+    yield
+    with torch.no_grad():
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.errors import MissingExtraError, ThinwireWarning
-from thinwire.methods import LocalRecipe, method_of
+from thinwire.methods import LocalRecipe, Recipe, method_of
 from thinwire.parallel import LocalSteps, Wire, attach
-from thinwire.parallel.configuration import CompressorGiven
+from thinwire.parallel.configuration import CompressorGiven, Scaler
 from thinwire.torch_internals import is_fully_sharded, uncompiled
 
 
@@ -30,8 +30,12 @@ def framework(*names: str, extra: str, purpose: str) -> ModuleType:
 
 def takes_local_steps(compressor: CompressorGiven) -> bool:
     """Whether a method exchanges what optimizers have done, and not gradients."""
+    return isinstance(_recipe_of(compressor), LocalRecipe)
+
+
+def _recipe_of(compressor: CompressorGiven) -> Recipe | LocalRecipe | None:
     method = method_of(compressor)
-    return method is not None and isinstance(method.recipe(), LocalRecipe)
+    return None if method is None else method.recipe()
 
 
 def wire_for(
@@ -40,13 +44,15 @@ def wire_for(
     compressor: CompressorGiven,
     optimizers: Sequence[Optimizer],
     options: Mapping[str, Any],
+    scaler: Scaler | None = None,
 ) -> Wire | None:
     """The wire of a wrapped model; None where there is one process and nothing to exchange.
 
     Args:
         who: asks, for errors.
-        optimizers: that train it, for methods of local steps.
-        options: of `attach` or `LocalSteps`.
+        optimizers: that train it, for methods of local steps and those that take over momentum.
+        options: of `attach` or `LocalSteps`, as the user gave them.
+        scaler: of the framework, unless the user gave one.
     """
     inner = uncompiled(model)
     sharded = hasattr(inner, "modules") and any(map(is_fully_sharded, inner.modules()))
@@ -65,6 +71,17 @@ def wire_for(
             f"{type(inner).__name__}): choose one of these two in the framework's settings "
             "(docs/guides/integrations.md says how)"
         )
-    if takes_local_steps(compressor):
-        return LocalSteps(model, list(optimizers), compressor, **options)
-    return attach(model, compressor, **options)
+    given = dict(options)
+    if scaler is not None:
+        given.setdefault("scaler", scaler)
+    recipe = _recipe_of(compressor)
+    if isinstance(recipe, LocalRecipe):
+        return LocalSteps(model, list(optimizers), compressor, **given)
+    if recipe is not None and recipe.momentum and "optimizer" not in given:
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"{who}: {compressor} takes over the momentum of one optimizer, and this training "
+                f"has {len(optimizers)}: use another compressor, such as 'topk:0.01'"
+            )
+        given["optimizer"] = optimizers[0]
+    return attach(model, compressor, **given)

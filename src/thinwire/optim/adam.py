@@ -40,6 +40,11 @@ class Slot:
     def steps(self) -> int:
         return int(self.state.get("step", 0))
 
+    @property
+    def updates(self) -> int:
+        """How many of its steps have updated the variance."""
+        return int(self.state.get("variance_steps", 0))
+
     def kept(self, key: str) -> Tensor:
         """A tensor of the state, zero at first."""
         if key not in self.state:
@@ -108,12 +113,18 @@ def track(slot: Slot, grad: Tensor) -> None:
     b1, b2 = slot.group["betas"]
     slot.kept("exp_avg").lerp_(grad, 1 - b1)
     slot.kept("exp_avg_sq").mul_(b2).addcmul_(grad, grad, value=1 - b2)
+    slot.state["variance_steps"] = slot.updates + 1
 
 
 def ahead(slot: Slot, grad: Tensor) -> Tensor:
     """b1 m + (1 - b1) g as a new tensor: what the momentum would be with this gradient."""
     b1, _ = slot.group["betas"]
     return slot.kept("exp_avg").lerp(grad, 1 - b1)
+
+
+def own_divisor(slot: Slot) -> Tensor:
+    """That of the parameter's own variance."""
+    return divisor(slot, slot.kept("exp_avg_sq"), slot.updates)
 
 
 def divisor(slot: Slot, variance: Tensor, updates: int) -> Tensor:
@@ -136,12 +147,11 @@ def shrink(slot: Slot) -> float:
     return 1.0 - float(slot.group["lr"]) * float(slot.group["weight_decay"])
 
 
-def move(slot: Slot, updates: int) -> None:
-    """p <- shrink p - rate m / divisor; `updates` is the number of those of the variance."""
+def move(slot: Slot) -> None:
+    """p <- shrink p - rate m / divisor."""
     values = slot.values()
     keep = shrink(slot)
     if keep != 1:
         values.mul_(keep)
-    divided = divisor(slot, slot.kept("exp_avg_sq"), updates)
-    values.addcdiv_(slot.kept("exp_avg"), divided, value=-rate(slot, slot.steps))
+    values.addcdiv_(slot.kept("exp_avg"), own_divisor(slot), value=-rate(slot, slot.steps))
     slot.write()

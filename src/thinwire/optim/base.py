@@ -166,12 +166,20 @@ class ExchangingOptimizer(Optimizer):
         return loss
 
     def _slots(self) -> list[Slot]:
+        """The parameters that are trained now."""
+        return self._slots_where(lambda p: p.requires_grad)
+
+    def _known(self) -> list[Slot]:
+        """Those of which something is kept, whether they are trained now or not."""
+        return self._slots_where(self.state.__contains__)
+
+    def _slots_where(self, holds: Callable[[Tensor], bool]) -> list[Slot]:
         return [
             Slot(names[i], p, group, self.state[p], self._masks.get(p))
             for g, group in enumerate(self.param_groups)
             for names in [group.get("param_names") or _numbers(g, len(group["params"]))]
             for i, p in enumerate(group["params"])
-            if p.requires_grad
+            if holds(p)
         ]
 
     def _gradients(self, slots: Sequence[Slot], *, copy: bool) -> list[Tensor]:
@@ -283,14 +291,19 @@ class ExchangingOptimizer(Optimizer):
             )
         return finite
 
-    def _check_known(self, slots: Sequence[Slot], frozen: int) -> None:
-        """Refuse parameters that came when the variance was frozen already."""
-        late = [slot.name for slot in slots if "exp_avg_sq" not in slot.state]
+    def _check_known(self, slots: Sequence[Slot], key: str) -> None:
+        """Refuse parameters that came when the variance was frozen already.
+
+        Args:
+            key: of something that is kept of those that came in time.
+        """
+        late = [slot.name for slot in slots if key not in slot.state]
         if late:
             raise ValueError(
-                f"{type(self).__name__}: {', '.join(late[:5])} took no part in the {frozen} steps "
-                "before the variance was frozen, so there is none to divide by: set requires_grad "
-                "before, or freeze later"
+                f"{type(self).__name__}: {', '.join(late[:5])} took no part in the updates of the "
+                f"variance before it was frozen ({self.shared[0]}="
+                f"{self.param_groups[0][self.shared[0]]}), so there is none to divide by: set "
+                "requires_grad before, or freeze later"
             )
 
     @property
@@ -305,7 +318,7 @@ class ExchangingOptimizer(Optimizer):
             (encode, network, decode), steps, skipped, and error_norm: the length of what is yet to
             be sent.
         """
-        slots = self._slots()
+        slots = self._known()
         errors = [s.state["error"].double().square().sum() for s in slots if "error" in s.state]
         return {
             "steps": max((slot.steps for slot in slots), default=0),
@@ -345,7 +358,7 @@ class ExchangingOptimizer(Optimizer):
                 key: {name: value for name, value in kept.items() if name in self.spread}
                 for key, kept in own["state"].items()
             }
-        step = max((slot.steps for slot in self._slots()), default=0)
+        step = max((slot.steps for slot in self._known()), default=0)
         return gather(type(self).__name__, own, f"step {step}", self._options, everywhere)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -377,8 +390,7 @@ class ExchangingOptimizer(Optimizer):
                     self.state[p][name] = value.detach().to(p.device, real_of(p), copy=True)
             if "step" in self.state[p]:
                 self.state[p]["step"] = int(self.state[p]["step"])
-        if foreign:
-            self._adopt(self._slots())
+        self._adopt(self._known())
 
     def _chosen_state(self, given: Any) -> dict[str, Any]:
         """What this rank goes on with."""
@@ -460,7 +472,7 @@ class ExchangingOptimizer(Optimizer):
             )
 
     def _adopt(self, slots: Sequence[Slot]) -> None:
-        """Add what is missing in the state of Adam."""
+        """Add what is missing in a state that was loaded: of Adam, or of an earlier version."""
 
     def _check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Refuse states that another number of ranks cannot go on from."""
@@ -472,6 +484,8 @@ class Staged(ExchangingOptimizer):
     Until the variance is frozen ranks average gradients, uncompressed; after that, compressed
     momenta.
     """
+
+    numbers: ClassVar[tuple[str, ...]] = ("variance_steps",)
 
     @property
     def frozen(self) -> bool:
@@ -505,7 +519,7 @@ class Staged(ExchangingOptimizer):
 
     def _advance(self, slots: list[Slot], step: int) -> None:
         if step > self._freeze_step:
-            self._check_known(slots, self._freeze_step)
+            self._check_known(slots, "variance_steps")
         grads = self._gradients(slots, copy=step <= self._freeze_step)
         if step <= self._freeze_step:
             if self._average(slots, grads, step):
@@ -527,9 +541,12 @@ class Staged(ExchangingOptimizer):
         """This rank's gradient as it enters the momentum."""
         return adam.decayed(slot, grad)
 
-    def _updates(self, slot: Slot, step: int) -> int:
-        """How many updates the frozen variance of a parameter has seen."""
-        return slot.steps - (step - self._freeze_step)
+    def _adopt(self, slots: Sequence[Slot]) -> None:
+        compressed = max((slot.steps for slot in slots), default=0) - self._freeze_step
+        for slot in slots:
+            if slot.steps:
+                found = max(1, slot.steps - max(0, compressed))
+                slot.state.setdefault("variance_steps", found)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -108,10 +108,10 @@ class OneBitAdam(Staged):
         for slot, grad in zip(slots, grads, strict=True):
             adam.track(slot, adam.decayed(slot, grad))
             slot.state["step"] = slot.steps + 1
-            adam.move(slot, slot.steps)
+            adam.move(slot)
 
     def _frozen(self, slots: list[Slot], momenta: list[Tensor], step: int) -> None:
         for slot, momentum in zip(slots, momenta, strict=True):
             slot.state["exp_avg"] = momentum
             slot.state["step"] = slot.steps + 1
-            adam.move(slot, self._updates(slot, step))
+            adam.move(slot)

@@ -66,7 +66,7 @@ class OneBitLamb(Staged):
 
     shared: ClassVar[tuple[str, ...]] = ("freeze_step",)
     vectors: ClassVar[tuple[str, ...]] = (*Staged.vectors, "exp_avg_sq_fresh")
-    numbers: ClassVar[tuple[str, ...]] = ("coeff", "factor")
+    numbers: ClassVar[tuple[str, ...]] = (*Staged.numbers, "coeff", "factor")
 
     def __init__(
         self,
@@ -130,28 +130,27 @@ class OneBitLamb(Staged):
         for slot, grad in zip(slots, grads, strict=True):
             adam.track(slot, grad)
             slot.state["step"] = slot.steps + 1
-            divisor = adam.divisor(slot, slot.kept("exp_avg_sq"), slot.steps)
-            _, update = _update(slot, divisor)
+            _, update = _update(slot, adam.own_divisor(slot))
             found = _trust(slot, update)
             if found is not None:
                 before, weight = slot.state.get("coeff"), slot.group["coeff_beta"]
                 mixed = found if before is None else weight * before + (1 - weight) * found
                 slot.state["coeff"] = mixed
             _move(slot, update, 1.0 if found is None else found)
-            if step == self._freeze_step:
-                slot.state["exp_avg_sq_fresh"] = slot.kept("exp_avg_sq").clone()
-                slot.state["factor"] = 1.0
 
     def _frozen(self, slots: list[Slot], momenta: list[Tensor], step: int) -> None:
         for slot, momentum in zip(slots, momenta, strict=True):
             b1, b2 = slot.group["betas"]
             live = self._live(slot)
+            if "factor" not in slot.state:  # its first compressed step, whenever that comes
+                slot.state["exp_avg_sq_fresh"] = slot.kept("exp_avg_sq").clone()
+                slot.state["factor"] = 1.0
             fresh = slot.kept("exp_avg_sq_fresh")
             rebuilt = momentum.sub(slot.kept("exp_avg"), alpha=b1).div_(1 - b1)
             fresh.mul_(b2).addcmul_(rebuilt, rebuilt, value=1 - b2)
             slot.state["exp_avg"] = momentum
             slot.state["step"] = slot.steps + 1
-            divisor = adam.divisor(slot, slot.kept("exp_avg_sq"), self._updates(slot, step))
+            divisor = adam.own_divisor(slot)
             ratio = divisor / adam.divisor(slot, fresh, slot.steps)
             plain, update = _update(slot, divisor)
             slot.state["factor"] = _factor(slot, ratio, live, plain, update)

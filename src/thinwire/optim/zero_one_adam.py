@@ -130,18 +130,18 @@ class ZeroOneAdam(ExchangingOptimizer):
     @property
     def synced(self) -> bool:
         """Whether all ranks have the same parameters."""
-        return not any(slot.state.get("weight", 0.0) for slot in self._slots())
+        return not self._moved()
 
     def sync(self) -> None:
         """Meet now, so that all ranks have the same parameters; all of them call this together."""
         with torch.no_grad():
-            moved = [slot for slot in self._slots() if slot.state.get("weight", 0.0)]
-            sums = [
-                Sum(slot.kept("update").clone(), slot.state["weight"], slot.state["keep"])
-                for slot in moved
-            ]
+            moved = self._moved()
             if moved:
-                self._meet(moved, sums, max(slot.steps for slot in moved))
+                self._meet(moved, list(map(_sum_so_far, moved)), max(s.steps for s in moved))
+
+    def _moved(self) -> list[Slot]:
+        """Parameters that differ between ranks; some may have been frozen since they last moved."""
+        return [slot for slot in self._known() if slot.state.get("weight", 0.0)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         done = max((slot.steps for slot in self._slots()), default=0)
@@ -162,7 +162,9 @@ class ZeroOneAdam(ExchangingOptimizer):
         return value
 
     def _advance(self, slots: list[Slot], step: int) -> None:
-        if step <= self._setting("var_freeze_step"):
+        # A parameter that has begun with local steps goes on with them, whoever is trained with it.
+        begun = any("weight" in slot.state for slot in slots)
+        if step <= self._setting("var_freeze_step") and not begun:
             self._together(slots, step)
         else:
             self._apart(slots, step)
@@ -187,18 +189,25 @@ class ZeroOneAdam(ExchangingOptimizer):
             else:
                 state["exp_avg"] = tensor
             state["step"] = slot.steps + 1
-            state["variance_steps"] = state.get("variance_steps", 0) + due
-            if state["variance_steps"]:
-                adam.move(slot, state["variance_steps"])
-            if step == self._setting("var_freeze_step"):
+            state.setdefault("variance_steps", 0)
+            if slot.updates:
+                adam.move(slot)
+        if step == self._setting("var_freeze_step"):
+            self._begin()
+
+    def _begin(self) -> None:
+        """Be ready for local steps: all parameters that have a variance, also those that are not
+        trained now, as they may be again."""
+        for slot in self._known():
+            if slot.updates and "weight" not in slot.state:
                 slot.kept("error").mul_(adam.rate(slot, slot.steps))
-                state["anchor"] = slot.values().clone()
+                slot.state["anchor"] = slot.values().clone()
                 slot.kept("update")
-                state["weight"], state["keep"] = 0.0, 1.0
+                slot.state["weight"], slot.state["keep"] = 0.0, 1.0
 
     def _apart(self, slots: list[Slot], step: int) -> None:
         """A step of the second stage."""
-        self._check_known(slots, self._setting("var_freeze_step"))
+        self._check_known(slots, "weight")
         grads = self._gradients(slots, copy=False)
         finite = self._sound(all(map(is_finite, grads)), "this rank leaves it out")
         for slot in slots:
@@ -207,10 +216,12 @@ class ZeroOneAdam(ExchangingOptimizer):
         begin, scaler = self._setting("var_freeze_step"), self._setting("local_step_scaler")
         interval = interval_at(step, begin, scaler, self._setting("local_step_clipper"))
         alone = list(zip(slots, grads, strict=True))
+        trained = {slot.p for slot in slots}
         if step % interval == 0:
             sums = [self._sum(slot, grad, finite) for slot, grad in alone]
             # Where the learning rate is zero nothing has moved, and there is nothing to say.
             met = [(s, found) for s, found in zip(slots, sums, strict=True) if found.weight]
+            met += [(slot, _sum_so_far(slot)) for slot in self._moved() if slot.p not in trained]
             if met and not self._meet([s for s, _ in met], [found for _, found in met], step):
                 return
             alone = [pair for pair, found in zip(alone, sums, strict=True) if not found.weight]
@@ -245,7 +256,7 @@ class ZeroOneAdam(ExchangingOptimizer):
             update.mul_(keep)
             values.mul_(keep)
         update.add_(momentum, alpha=rate)
-        values.addcdiv_(momentum, self._divisor(slot), value=-rate)
+        values.addcdiv_(momentum, adam.own_divisor(slot), value=-rate)
         slot.write()
         slot.state["weight"] = slot.state["weight"] * keep + rate
         slot.state["keep"] *= keep
@@ -257,7 +268,7 @@ class ZeroOneAdam(ExchangingOptimizer):
             return False
         for slot, found in zip(slots, sums, strict=True):
             values, anchor = slot.values(), slot.kept("anchor")
-            anchor.mul_(found.keep).addcdiv_(found.update, self._divisor(slot), value=-1.0)
+            anchor.mul_(found.keep).addcdiv_(found.update, adam.own_divisor(slot), value=-1.0)
             values.copy_(anchor)
             slot.write()
             slot.state["exp_avg"] = found.update.div_(found.weight)
@@ -265,12 +276,9 @@ class ZeroOneAdam(ExchangingOptimizer):
             slot.state["weight"], slot.state["keep"] = 0.0, 1.0
         return True
 
-    def _divisor(self, slot: Slot) -> Tensor:
-        return adam.divisor(slot, slot.kept("exp_avg_sq"), slot.state["variance_steps"])
-
     def _adopt(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
-            slot.state["variance_steps"] = slot.steps
+            slot.state.setdefault("variance_steps", slot.steps)
 
     def _check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         if any(kept.get("weight") for state in states for kept in state["state"].values()):
@@ -278,6 +286,11 @@ class ZeroOneAdam(ExchangingOptimizer):
                 "ZeroOneAdam: this is a state between two meetings, when the ranks' models differ: "
                 "states of all ranks in one, or for another number of ranks, are taken after sync()"
             )
+
+
+def _sum_so_far(slot: Slot) -> Sum:
+    """What a parameter has accumulated, without a step more."""
+    return Sum(slot.kept("update").clone(), slot.state["weight"], slot.state["keep"])
 
 
 # When the variance is updated, and when ranks meet: functions of the number of the step.
@@ -308,5 +321,5 @@ def variance_at(step: int, scaler: int) -> Variance:
 
 def interval_at(step: int, begin: int, scaler: int, longest: int) -> int:
     """Steps between two meetings: doubled every `scaler` steps after `begin`, up to `longest`."""
-    doublings = min((step - begin - 1) // scaler, LONGEST)
+    doublings = min(max(0, step - begin - 1) // scaler, LONGEST)
     return min(longest, 1 << doublings)
