@@ -205,6 +205,18 @@ def register_hook(ddp: Any, state: object, hook: Callable[..., Any]) -> None:
     ddp._comm_hooks.pop()
 
 
+def ignored_by_ddp(ddp: Any) -> set[int]:
+    """The parameters that a DDP model was told to ignore, by their id: each rank has its own."""
+    every, told = ddp.module.named_modules(), ddp.parameters_to_ignore
+    kept = {
+        id(parameter)
+        for place, module in every
+        for name, parameter in module.named_parameters(recurse=False)
+        if f"{place}.{name}" not in told  # as DDP looks them up, the root's too
+    }
+    return {id(parameter) for parameter in ddp.module.parameters()} - kept
+
+
 class BucketReducer(NamedTuple):
     """What DDP forms its buckets with, and what logs for it."""
 

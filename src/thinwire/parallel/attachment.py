@@ -17,7 +17,7 @@ from thinwire.parallel.sharded import attach_sharded, sharded_wire_of
 from thinwire.parallel.shards import Replicas, named_groups, replicas_of
 from thinwire.parallel.weights import WeightSettings
 from thinwire.parallel.wire import Wire
-from thinwire.torch_internals import is_fully_sharded, uncompiled
+from thinwire.torch_internals import ignored_by_ddp, is_fully_sharded, uncompiled
 
 
 def attach(
@@ -123,7 +123,13 @@ def attach(
         )
     groups = named_groups(ddp) if sharded else []
     named = parameter_names(ddp)
-    trained = {name: parameter for parameter, name in named if parameter.requires_grad}
+    ignored = set() if sharded else ignored_by_ddp(ddp)
+    trained = {name: p for p, name in named if p.requires_grad and id(p) not in ignored}
+    if not trained:
+        raise ValueError(
+            "attach needs a parameter whose gradients are averaged: all of this model are frozen"
+            + (" or ignored" if ignored else "")
+        )
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise TypeError(f"{name}: hooks cannot carry {parameter.dtype} parameters")
@@ -154,7 +160,7 @@ def attach(
     wire = Wire(configuration)
     hook = DDPHook(
         wire,
-        {id(parameter): name for parameter, name in named},
+        {name: parameter for parameter, name in named},
         trained,
         wire._planner(granularity),
         find_unused=ddp.find_unused_parameters,

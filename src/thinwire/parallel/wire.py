@@ -345,7 +345,11 @@ class Wire:
 
     def _reducer_state(self) -> dict[str, Any]:
         """What is remembered, as it is saved."""
-        return self._reducer.state_dict()
+        state, expected = self._reducer.state_dict(), self._expected()
+        if expected is not None:  # DDP goes on sending what was frozen after it was made
+            kept = state["tensors"].items()
+            state["tensors"] = {name: each for name, each in kept if name in expected}
+        return state
 
     def _adopt(self, state: ReducerState) -> None:
         """Go on with what was saved."""
