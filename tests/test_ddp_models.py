@@ -336,7 +336,7 @@ def on_frozen_later(spec: str, how: str) -> tuple[list[str], bool, list[str], bo
         errors.append(raised(lambda step=step: backward(loaded, step)))
         backward(other, step)
         for name in {"2.weight", "2.bias"} & gradients(other).keys():
-            # EF21 adds differences up, each rounded a few times: of values below 1, 2^-24 each time.
+            # EF21 adds up differences of values below 1, which rounds each time: by 2^-24.
             ours, theirs = gradients(loaded)[name], gradients(other)[name]
             alike = alike and torch.allclose(ours, theirs, rtol=0, atol=1e-6)
     assert (again.step, wire.step) == (12, 7)

@@ -504,3 +504,26 @@ def test_what_is_known_of_tensors_decides():
     for found in ranks.run(on_what_tensors_are, ranks=2):
         assert found["used"] == {"a": "quantize:4", "b": "topk:0.1"}
         assert found["sizes"] == ["quantize:4", "none", "quantize:4"]
+
+
+def on_inference(spec: str, feedback: str) -> tuple[bool, list[str]]:
+    """A Reducer that is first used in inference mode, and one that never is."""
+    first, other = (make(spec, feedback=feedback) for _ in range(2))
+    found, expected = some(0), some(0)
+    errors = []
+    for step in range(4):
+        with torch.inference_mode(step % 3 == 0):
+            errors.append(raised(lambda: first.average(found)))
+        other.average(expected)
+    return all_same(found, expected), errors
+
+
+@pytest.mark.parametrize(
+    ("spec", "feedback"),
+    [("topk:0.1", "ef14"), ("topk:0.1", "ef14:storage=int8"), ("topk:0.1", "ef21")],
+)
+def test_inference_mode_changes_nothing(spec, feedback):
+    """What is remembered outlives it."""
+    for same, errors in ranks.run(on_inference, spec, feedback, ranks=2):
+        assert not any(errors), errors
+        assert same
