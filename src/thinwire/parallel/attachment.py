@@ -125,11 +125,6 @@ def attach(
     named = parameter_names(ddp)
     ignored = set() if sharded else ignored_by_ddp(ddp)
     trained = {name: p for p, name in named if p.requires_grad and id(p) not in ignored}
-    if not trained:
-        raise ValueError(
-            "attach needs a parameter whose gradients are averaged: all of this model are frozen"
-            + (" or ignored" if ignored else "")
-        )
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise TypeError(f"{name}: hooks cannot carry {parameter.dtype} parameters")
@@ -157,6 +152,8 @@ def attach(
         if weights is not None:
             settings = WeightSettings.of(weights, resync_every, configuration.exclude, seed)
         return attach_sharded(ddp, groups, configuration, granularity, replicas, settings)
+    if not trained:
+        raise ValueError("no parameter of this model is trained by DDP: nothing to exchange")
     wire = Wire(configuration)
     hook = DDPHook(
         wire,
@@ -167,7 +164,7 @@ def attach(
     )
     wire._learn_tensors(described(ddp.module, trained), trained)
     # DDP never lets go of a hook, so plugging in comes last: what fails before it can be undone.
-    wire._take_momentum()
+    wire._take_momentum([p for p, _ in named if id(p) not in ignored])
     try:
         hook.attach(ddp)
     except BaseException:

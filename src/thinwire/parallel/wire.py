@@ -166,13 +166,17 @@ class Wire:
 
     # Called by the driver.
 
-    def _take_momentum(self) -> None:
-        """Have the optimizer's momentum act before compression, if that was asked for."""
+    def _take_momentum(self, averaged: Sequence[Tensor] | None = None) -> None:
+        """Have the optimizer's momentum act before compression, if that was asked for.
+
+        Args:
+            averaged: all parameters whose gradients are, if that is known.
+        """
         feedback, optimizer = self._configuration.feedback, self._configuration.optimizer
         if self._configuration.takes_momentum:
             assert isinstance(feedback, DGC)
             assert optimizer is not None
-            self._return_momentum = take_momentum(optimizer, feedback)
+            self._return_momentum = take_momentum(optimizer, feedback, averaged)
 
     def _learn_tensors(
         self, tensors: Mapping[str, TensorInfo], parameters: Mapping[str, Tensor]
