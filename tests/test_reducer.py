@@ -474,6 +474,21 @@ def on_a_scaler() -> dict[str, bool]:
     return found
 
 
+def on_polled() -> list[int]:
+    """A state is taken when a call has ended, which nobody has waited for."""
+    reducer, found = make(scaler=FakeScaler()), []
+    for step in range(3):
+        handle = reducer.average(some(step), async_op=True)
+        handle.wait_until_ended()
+        found.append(reducer.state_dict()["reducer"]["tensors"]["a"]["steps"])
+        handle.wait()
+    return found
+
+
+def test_a_state_holds_the_last_call_whoever_has_waited_for_it():
+    assert ranks.run(on_polled, ranks=2) == [[1, 2, 3]] * 2
+
+
 def residuals(reducer: tw.Reducer) -> dict[str, Tensor]:
     kept = reducer.state_dict()["reducer"]["tensors"]
     return {name: state["residual"] for name, state in kept.items()}
