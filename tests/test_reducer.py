@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from nets import MIN, TIMEOUT, all_same, alone, backward, gradients, raised, wired
+from nets import MIN, TIMEOUT, all_same, alone, backward, gradients, net, raised, wired
 from tensors import normal
 from torch import Tensor, nn
 
@@ -69,17 +69,19 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def on_both_ways(name: str) -> list[str]:
     """Where a loop with a Reducer differs from DDP with a wire, step by step."""
     compressor, options = SAME[name]
     given, theirs = ({"min_numel": MIN, **options} for _ in range(2))
+    inner = net()
     if name.startswith("dgc"):
-        given["optimizer"], theirs["optimizer"] = optimizer(), optimizer()
-    model, wire = wired(compressor, ddp={"bucket_cap_mb": 25}, granularity="tensor", **theirs)
+        given["optimizer"], theirs["optimizer"] = optimizer(net()), optimizer(inner)
+    ddp = {"bucket_cap_mb": 25}
+    model, wire = wired(compressor, inner, ddp=ddp, granularity="tensor", **theirs)
     reducer, wrong = make(compressor, **given), []
     for step in range(7):
         own = alone(model, step)
@@ -318,7 +320,7 @@ def on_refusals() -> dict[str, str]:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])
-    detached = make("dgc:0.1", optimizer=(taken := optimizer()))
+    detached = make("dgc:0.1", optimizer=(taken := optimizer(net())))
     detached.average(some(0))
     off = taken.param_groups[0]["momentum"]
     detached.detach()
@@ -329,7 +331,7 @@ def on_refusals() -> dict[str, str]:
         "min_numel": raised(lambda: make(min_numel=False)),
         "check_every": raised(lambda: make(check_every=0.5)),
         "scaler": raised(lambda: make(scaler=2.0)),
-        "feedback": raised(lambda: make("dgc:0.1", feedback="ef14", optimizer=optimizer())),
+        "feedback": raised(lambda: make("dgc:0.1", feedback="ef14", optimizer=optimizer(net()))),
         "optimizer": raised(lambda: make("dgc:0.1")),
         "function": raised(lambda: make(lambda name: 3).average(some(0))),
         "collective": raised(lambda: make(by_letter, collective="sparse").average(some(0, "ab"))),
