@@ -316,6 +316,22 @@ def test_layers_may_thaw_between_checkpoints():
         assert error.startswith("ValueError: Wire: the state has a parameter '2.bias'")
 
 
+def on_less_compressed(place: str) -> str:
+    """Of a layer that is excluded from now on, the checkpoint remembers something."""
+    import torch.distributed.checkpoint as dcp
+
+    model, wire = wired()
+    train(model, range(2))
+    dcp.save({"wire": wire.stateful()}, checkpoint_id=f"{place}/dcp")
+    model, wire = wired(exclude="2.*")
+    return caught(lambda: dcp.load({"wire": wire.stateful()}, checkpoint_id=f"{place}/dcp"))
+
+
+def test_a_checkpoint_that_remembers_more_is_refused_in_words(tmp_path):
+    for error in ranks.run(on_less_compressed, str(tmp_path), ranks=2):
+        assert "Wire: the checkpoint remembers a residual of 2.weight, which is sent unc" in error
+
+
 def on_other_ranks(place: str, saved: int) -> dict[str, str]:
     import torch.distributed.checkpoint as dcp
 

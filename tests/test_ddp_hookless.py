@@ -23,7 +23,9 @@ from nets import (
     all_same,
     alone,
     backward,
+    batch,
     gradients,
+    loss_of,
     named,
     net,
     plain,
@@ -31,8 +33,9 @@ from nets import (
     train,
     wired,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from thinwire.collectives.handle import Handle
@@ -205,6 +208,144 @@ def on_accumulation() -> tuple[bool, int, int]:
 
 def test_passes_that_only_accumulate_do_not_count():
     assert ranks.run(on_accumulation, ranks=2) == [(True, 8, 8 - SETTLED - 1)] * 2
+
+
+class Twice(nn.Module):
+    """`net` with a layer whose activations are computed twice."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.head, self._reentrant = net(), nn.Linear(10, 10), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return self.head(checkpoint(self.inner, x, use_reentrant=self._reentrant))
+
+
+def _without_sync(model: Any, step: int) -> None:
+    with model.no_sync():
+        loss = loss_of(model, step)
+    loss.backward()
+
+
+def _backward_without_sync(model: Any, step: int) -> None:
+    loss = loss_of(model, step)
+    with model.no_sync():
+        loss.backward()
+
+
+def _sum_of_two(model: Any, step: int) -> None:
+    (loss_of(model, step) + loss_of(model, step + 1)).backward()
+
+
+def _two(model: Any, step: int) -> None:
+    for loss in [loss_of(model, step), loss_of(model, step + 1)]:
+        loss.backward()
+
+
+def _again(model: Any, step: int) -> None:
+    loss = loss_of(model, step)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _in_two_parts(model: Any, step: int) -> None:
+    """The first pass has no gradient for the first layers."""
+    loss = loss_of(model, step)
+    loss.backward(inputs=list(model.module[4].parameters()), retain_graph=True)
+    loss.backward(inputs=[p for layer in model.module[:4] for p in layer.parameters()])
+
+
+def _own(model: Any, step: int) -> None:
+    """One rank looks at gradients by itself."""
+    loss_of(model, step).backward()
+    if dist.get_rank() == 0:
+        loss_of(model.module, step).backward()
+
+
+def _failed_forward(model: Any, step: int) -> None:
+    """One rank's forward pass fails, and it looks at gradients by itself."""
+    if dist.get_rank() == 0:
+        assert raised(lambda: model(torch.zeros(1, 3)))
+        loss_of(model.module, step).backward()
+    loss_of(model, step).backward()
+
+
+def _unused_forward(model: Any, step: int) -> None:
+    """A pass that DDP was told of comes after all, though inside of no_sync."""
+    loss_of(model, step)
+    with model.no_sync():
+        loss_of(model, step).backward()
+
+
+def _told_by_hand(model: Any, step: int) -> None:
+    """As pipelines of torch do."""
+    with model.no_sync():
+        loss = loss_of(model, step)
+        model.reducer.prepare_for_backward([])
+        loss.backward()
+
+
+def _forward(model: Any, step: int) -> None:
+    loss_of(model.forward, step).backward()
+
+
+def _recomputed(model: Any, step: int) -> None:
+    x = batch(step).requires_grad_()
+    checkpoint(model, x, use_reentrant=False).square().mean().backward()
+
+
+PASSES: dict[str, tuple[Any, Any]] = {
+    "forward in no_sync": (_without_sync, net),
+    "backward in no_sync": (_backward_without_sync, net),
+    "sum of two": (_sum_of_two, net),
+    "two": (_two, net),
+    "again": (_again, net),
+    "in two parts": (_in_two_parts, net),
+    "one rank's own": (_own, net),
+    "one rank's failed forward": (_failed_forward, net),
+    "unused forward": (_unused_forward, net),
+    "told by hand": (_told_by_hand, net),
+    "forward called": (_forward, net),
+    "recomputed": (backward, lambda: Twice(False)),
+    "recomputed, reentrant": (backward, lambda: Twice(True)),
+    "model recomputed": (_recomputed, net),
+}
+
+
+def on_passes(kind: str) -> tuple[int, int, int, bool, str]:
+    """The steps that were counted without the hook, and with it; those without; the gradients
+    beside those of plain DDP."""
+    passes, make = PASSES[kind]
+    models = [idle_model(inner=make()), wired("none", make())]
+    other = plain(make())
+    other.load_state_dict(models[0][0].state_dict())
+    models[1][0].load_state_dict(models[0][0].state_dict())
+    alike, counted = True, []
+    for model in (models[0][0], models[1][0], other):
+        for step in range(SETTLED + 3):
+            backward(model, step)
+    left = models[0][1]._reducer.ledger.steps_of_ddp
+    for step in range(5):
+        for model in (models[0][0], models[1][0], other):
+            model.zero_grad()
+            passes(model, step)
+        alike = alike and all_same(gradients(models[0][0]), gradients(other))
+    counted = [wire.step for _, wire in models]
+    left = models[0][1]._reducer.ledger.steps_of_ddp - left
+    error = raised(lambda: train(models[0][0], range(3)))
+    return counted[0], counted[1], left, alike, error
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_those_passes_count_that_ddp_averages(kind):
+    """The hook is called in them, and only in them."""
+    expected = 0 if kind == "forward in no_sync" else 5
+    for without, with_hook, left, alike, error in ranks.run(on_passes, kind, ranks=2):
+        assert without == with_hook == SETTLED + 3 + expected
+        assert left == expected
+        assert alike
+        assert not error
 
 
 def on_interrupted(where: str) -> tuple[list[str], int, bool]:

@@ -22,6 +22,7 @@ from nets import (
     gradients,
     net,
     plain,
+    raised,
     residuals,
     wired,
 )
@@ -392,6 +393,28 @@ def on_failed_attach() -> dict[str, Any]:
         tw.attach(model, "dgc:0.1", optimizer=optimizer, granularity="layer")
     model.register_comm_hook(None, default_hooks.allreduce_hook)  # there is none yet
     return found
+
+
+def on_other_parameters() -> tuple[str, Any, str]:
+    """An optimizer of "dgc" that trains another module too, from the beginning and later."""
+    model, other = plain(), net()
+    model.module[0].requires_grad_(False)  # which is no reason to refuse it
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+    refused = raised(lambda: tw.attach(model, "dgc:0.1", optimizer=optimizer, min_numel=MIN))
+    momentum = optimizer.param_groups[0]["momentum"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    tw.attach(model, "dgc:0.1", optimizer=optimizer, min_numel=MIN)
+    optimizer.step()
+    optimizer.add_param_group({"params": list(other[:2].parameters()), "momentum": 0.9})
+    return refused, momentum, raised(optimizer.step)
+
+
+def test_dgc_takes_no_momentum_from_parameters_that_it_does_not_average():
+    ((refused, momentum, later),) = ranks.run(on_other_parameters, ranks=1)
+    words = "parameters are none that the attached model averages, and would train without momentum"
+    assert f"6 of its 10 {words}" in refused
+    assert momentum == 0.9
+    assert f"2 of its 6 {words}" in later
 
 
 def test_an_attach_that_fails_changes_nothing():

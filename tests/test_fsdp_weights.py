@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from nets import digest
+from nets import digest, raised
 from sharded_nets import (
     MIN,
     Tower,
@@ -176,6 +176,31 @@ def halves() -> list[int]:
     within = {id(p) for part in parts for p in part.values()}
     parts.append({n: p for n, p in model.named_parameters() if id(p) not in within})
     return [sum(-(-p.shape[0] // 2) * p[0].numel() for p in part.values()) for part in parts]
+
+
+def on_evaluation() -> tuple[list[str], bool, float, float]:
+    """Evaluations in inference mode after each step, but not before the first, which FSDP itself
+    does not survive. Whether ranks agree in the end, the error, and the largest change of an
+    element in a step."""
+    model, _ = wired("none", weights="quantize:8", resync_every=5)
+    optimizer, found, change = torch.optim.SGD(model.parameters(), lr=0.1), [], 0.0
+    for step in range(4):
+        before = own(model)
+        found.append(raised(lambda step=step: train(model, range(step, step + 1), optimizer)))
+        change = max(change, distance(own(model), before))
+        with torch.inference_mode():
+            found.append(raised(lambda step=step: loss_of(model, step)))
+        for module in modules(model):
+            module.reshard()
+    return found, alike(held(model)), max(errors(model).values()), change
+
+
+def test_evaluations_in_inference_mode_come_between_steps():
+    """Errors are bounded as in training."""
+    for found, same, error, change in ranks.run(on_evaluation, ranks=2):
+        assert not any(found), found
+        assert same
+        assert 0 < error <= change / (2 * 127 - 1) * 1.01
 
 
 def on_nan() -> tuple[bool, bool, float]:

@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from nets import MIN, TIMEOUT, all_same, alone, backward, gradients, raised, wired
+from nets import MIN, TIMEOUT, all_same, alone, backward, gradients, net, raised, wired
 from tensors import normal
 from torch import Tensor, nn
 
@@ -69,17 +69,19 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def on_both_ways(name: str) -> list[str]:
     """Where a loop with a Reducer differs from DDP with a wire, step by step."""
     compressor, options = SAME[name]
     given, theirs = ({"min_numel": MIN, **options} for _ in range(2))
+    inner = net()
     if name.startswith("dgc"):
-        given["optimizer"], theirs["optimizer"] = optimizer(), optimizer()
-    model, wire = wired(compressor, ddp={"bucket_cap_mb": 25}, granularity="tensor", **theirs)
+        given["optimizer"], theirs["optimizer"] = optimizer(net()), optimizer(inner)
+    ddp = {"bucket_cap_mb": 25}
+    model, wire = wired(compressor, inner, ddp=ddp, granularity="tensor", **theirs)
     reducer, wrong = make(compressor, **given), []
     for step in range(7):
         own = alone(model, step)
@@ -318,7 +320,7 @@ def on_refusals() -> dict[str, str]:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])
-    detached = make("dgc:0.1", optimizer=(taken := optimizer()))
+    detached = make("dgc:0.1", optimizer=(taken := optimizer(net())))
     detached.average(some(0))
     off = taken.param_groups[0]["momentum"]
     detached.detach()
@@ -329,7 +331,7 @@ def on_refusals() -> dict[str, str]:
         "min_numel": raised(lambda: make(min_numel=False)),
         "check_every": raised(lambda: make(check_every=0.5)),
         "scaler": raised(lambda: make(scaler=2.0)),
-        "feedback": raised(lambda: make("dgc:0.1", feedback="ef14", optimizer=optimizer())),
+        "feedback": raised(lambda: make("dgc:0.1", feedback="ef14", optimizer=optimizer(net()))),
         "optimizer": raised(lambda: make("dgc:0.1")),
         "function": raised(lambda: make(lambda name: 3).average(some(0))),
         "collective": raised(lambda: make(by_letter, collective="sparse").average(some(0, "ab"))),
@@ -474,6 +476,21 @@ def on_a_scaler() -> dict[str, bool]:
     return found
 
 
+def on_polled() -> list[int]:
+    """A state is taken when a call has ended, which nobody has waited for."""
+    reducer, found = make(scaler=FakeScaler()), []
+    for step in range(3):
+        handle = reducer.average(some(step), async_op=True)
+        handle.wait_until_ended()
+        found.append(reducer.state_dict()["reducer"]["tensors"]["a"]["steps"])
+        handle.wait()
+    return found
+
+
+def test_a_state_holds_the_last_call_whoever_has_waited_for_it():
+    assert ranks.run(on_polled, ranks=2) == [[1, 2, 3]] * 2
+
+
 def residuals(reducer: tw.Reducer) -> dict[str, Tensor]:
     kept = reducer.state_dict()["reducer"]["tensors"]
     return {name: state["residual"] for name, state in kept.items()}
@@ -504,3 +521,26 @@ def test_what_is_known_of_tensors_decides():
     for found in ranks.run(on_what_tensors_are, ranks=2):
         assert found["used"] == {"a": "quantize:4", "b": "topk:0.1"}
         assert found["sizes"] == ["quantize:4", "none", "quantize:4"]
+
+
+def on_inference(spec: str, feedback: str) -> tuple[bool, list[str]]:
+    """A Reducer that is first used in inference mode, and one that never is."""
+    first, other = (make(spec, feedback=feedback) for _ in range(2))
+    found, expected = some(0), some(0)
+    errors = []
+    for step in range(4):
+        with torch.inference_mode(step % 3 == 0):
+            errors.append(raised(lambda: first.average(found)))
+        other.average(expected)
+    return all_same(found, expected), errors
+
+
+@pytest.mark.parametrize(
+    ("spec", "feedback"),
+    [("topk:0.1", "ef14"), ("topk:0.1", "ef14:storage=int8"), ("topk:0.1", "ef21")],
+)
+def test_inference_mode_changes_nothing(spec, feedback):
+    """What is remembered outlives it."""
+    for same, errors in ranks.run(on_inference, spec, feedback, ranks=2):
+        assert not any(errors), errors
+        assert same

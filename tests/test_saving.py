@@ -306,7 +306,7 @@ def on_four(directory: str) -> None:
     reducer.average({"w": torch.arange(30.0) * (1 + dist.get_rank())})
     tw.save_checkpoint(
         directory,
-        {**run.state(), "more": [reducer.state_dict()], "me": dist.get_rank()},
+        ({**run.state(), "more": [reducer.state_dict()], "me": dist.get_rank()}, "two"),
         step=3,
     )
 
@@ -315,10 +315,11 @@ def on_two(directory: str) -> dict[str, Any]:
     loaded = tw.load_checkpoint(directory)
     assert loaded is not None
     run = Run("ef14")
-    run.load(loaded.state)
+    given, _ = loaded.state
+    run.load(given)
     reducer = tw.Reducer("topk:0.1")
-    reducer.load_state_dict(loaded.state["more"][0])
-    saved = [each["reducer"]["tensors"] for each in loaded.state["wire"]["ranks"]]
+    reducer.load_state_dict(given["more"][0])
+    saved = [each["reducer"]["tensors"] for each in given["wire"]["ranks"]]
     kept = run.wire.state_dict()["reducer"]["tensors"]
     errors = []
     for name, state in kept.items():
@@ -328,7 +329,7 @@ def on_two(directory: str) -> dict[str, Any]:
     run.to(5)
     tw.check_replicas(run.model)
     return {
-        "from": (loaded.world_size, loaded.step, loaded.state["me"], len(saved)),
+        "from": (loaded.world_size, loaded.step, given["me"], len(saved)),
         "error": max(errors),
         "alike": digest([kept[name]["residual"] for name in kept if "residual" in kept[name]]),
     }

@@ -205,6 +205,18 @@ def register_hook(ddp: Any, state: object, hook: Callable[..., Any]) -> None:
     ddp._comm_hooks.pop()
 
 
+def ignored_by_ddp(ddp: Any) -> set[int]:
+    """The parameters that a DDP model was told to ignore, by their id: each rank has its own."""
+    every, told = ddp.module.named_modules(), ddp.parameters_to_ignore
+    kept = {
+        id(parameter)
+        for place, module in every
+        for name, parameter in module.named_parameters(recurse=False)
+        if f"{place}.{name}" not in told  # as DDP looks them up, the root's too
+    }
+    return {id(parameter) for parameter in ddp.module.parameters()} - kept
+
+
 class BucketReducer(NamedTuple):
     """What DDP forms its buckets with, and what logs for it."""
 
@@ -217,6 +229,29 @@ def reducer_of(ddp: Any) -> BucketReducer:
     return BucketReducer(ddp.reducer, ddp.logger)
 
 
+class ToldReducer:
+    """A reducer of DDP that says whether it was told of the next backward pass.
+
+    It averages the gradients of one backward pass after each call of `prepare_for_backward`. That
+    comes from a forward pass with gradients outside of `no_sync`, or from whoever tells the reducer
+    by himself, as torch's own pipelines do. No function asks for it.
+
+    Attributes:
+        awaits: a pass that it was told of; whoever sees it come says so here.
+    """
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+        self.awaits = False
+
+    def prepare_for_backward(self, *outputs: Any) -> None:
+        self._reducer.prepare_for_backward(*outputs)
+        self.awaits = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
 def use_reducer(ddp: Any, which: BucketReducer) -> None:
     """Have a DDP model use this one from its next forward pass on.
 
@@ -227,13 +262,16 @@ def use_reducer(ddp: Any, which: BucketReducer) -> None:
 
 
 def reducer_without_hook(ddp: Any) -> BucketReducer:
-    """A second one for a DDP model, made as DDP makes its first: DDP cannot take back a hook."""
+    """A second one for a DDP model, made as DDP makes its first: DDP cannot take back a hook.
+
+    Its reducer is a `ToldReducer`.
+    """
     first = reducer_of(ddp)
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     try:
         ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
-        return reducer_of(ddp)
+        return BucketReducer(ToldReducer(ddp.reducer), ddp.logger)
     finally:
         use_reducer(ddp, first)
 

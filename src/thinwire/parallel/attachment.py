@@ -17,7 +17,7 @@ from thinwire.parallel.sharded import attach_sharded, sharded_wire_of
 from thinwire.parallel.shards import Replicas, named_groups, replicas_of
 from thinwire.parallel.weights import WeightSettings
 from thinwire.parallel.wire import Wire
-from thinwire.torch_internals import is_fully_sharded, uncompiled
+from thinwire.torch_internals import ignored_by_ddp, is_fully_sharded, uncompiled
 
 
 def attach(
@@ -123,7 +123,8 @@ def attach(
         )
     groups = named_groups(ddp) if sharded else []
     named = parameter_names(ddp)
-    trained = {name: parameter for parameter, name in named if parameter.requires_grad}
+    ignored = set() if sharded else ignored_by_ddp(ddp)
+    trained = {name: p for p, name in named if p.requires_grad and id(p) not in ignored}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
             raise TypeError(f"{name}: hooks cannot carry {parameter.dtype} parameters")
@@ -151,17 +152,19 @@ def attach(
         if weights is not None:
             settings = WeightSettings.of(weights, resync_every, configuration.exclude, seed)
         return attach_sharded(ddp, groups, configuration, granularity, replicas, settings)
+    if not trained:
+        raise ValueError("no parameter of this model is trained by DDP: nothing to exchange")
     wire = Wire(configuration)
     hook = DDPHook(
         wire,
-        {id(parameter): name for parameter, name in named},
+        {name: parameter for parameter, name in named},
         trained,
         wire._planner(granularity),
         find_unused=ddp.find_unused_parameters,
     )
     wire._learn_tensors(described(ddp.module, trained), trained)
     # DDP never lets go of a hook, so plugging in comes last: what fails before it can be undone.
-    wire._take_momentum()
+    wire._take_momentum([p for p, _ in named if id(p) not in ignored])
     try:
         hook.attach(ddp)
     except BaseException:

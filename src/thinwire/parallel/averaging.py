@@ -42,6 +42,14 @@ class AveragingWire(Wire):
         super().detach()
         self._detached = True
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on later as if nothing had happened; see `Wire.state_dict`.
+
+        The last call is waited for.
+        """
+        self._close(wait=True)  # with a scaler, what it has left out is only then remembered
+        return super().state_dict()
+
     def _average(
         self, tensors: Mapping[str, Tensor], *, together: bool = False, async_op: bool = False
     ) -> "AverageHandle":

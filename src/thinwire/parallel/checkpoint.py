@@ -97,7 +97,13 @@ class Checkpoint:
                 continue
             tensors[name] = {"steps": row[0]}
             for part in wire._reducer.feedback.parts:
-                local = state[f"state.{part}.{name}"].to_local()
+                key = f"state.{part}.{name}"
+                if key not in state:  # for which `state_dict` had no place
+                    raise ValueError(
+                        f"{type(wire).__name__}: the checkpoint remembers a {part} of {name}, "
+                        "which is sent uncompressed now: give the same exclude and min_numel"
+                    )
+                local = state[key].to_local()
                 tensors[name][part] = local[0].clone() if same else self._mean(local, saved)
         recalled: dict[str, dict[str, Tensor]] = {}
         for name, part, _, _ in self._recalled():

@@ -96,8 +96,9 @@ class DDPHook:
 
     Args:
         wire: of the model.
-        names: of the parameters, by their id.
-        parameters: those that are trained, by name.
+        everything: all parameters of the model, by name. DDP goes on sending those that were frozen
+            after it was made.
+        parameters: those of them that are trained.
         planner: of the exchanges of a step.
         find_unused: whether parameters may be unused on all ranks.
     """
@@ -105,13 +106,14 @@ class DDPHook:
     def __init__(
         self,
         wire: Wire,
-        names: Mapping[int, str],
+        everything: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
         planner: Planner,
         *,
         find_unused: bool = False,
     ) -> None:
-        self.wire, self._names, self._parameters = wire, names, parameters
+        self.wire, self._everything, self._parameters = wire, everything, parameters
+        self._names = {id(parameter): name for name, parameter in everything.items()}
         self._planner, self._find_unused = planner, find_unused
         self._check_every = wire._configuration.check_every
         self._reducer = wire._reducer
@@ -170,11 +172,16 @@ class DDPHook:
             self._watch.stop()
             self._watch = None
 
-    # Checkpoints keep the buckets of a step: so the next process plans the same exchanges.
+    # Checkpoints keep the buckets of a step: so the next process plans the same exchanges. Its DDP
+    # may have been made when other parameters were frozen: only those that are trained are kept.
 
     @property
     def layout(self) -> Layout:
-        return self._replayed or self._layout
+        return self._replayed or self._trained(self._layout)
+
+    def _trained(self, layout: Layout) -> Layout:
+        trained = ([name for name in names if name in self._parameters] for names in layout)
+        return [names for names in trained if names]
 
     def replay(self, layout: Layout) -> None:
         self._go_through_hook()
@@ -374,7 +381,7 @@ class DDPHook:
         self._uncompressed += 1
         self.wire._skip_step()
         if self._left is None or self._left[0] is not layout:
-            sizes = [sum(self._parameters[name].nbytes for name in names) for names in layout]
+            sizes = [sum(self._everything[name].nbytes for name in names) for names in layout]
             self._left = (layout, self._direct_sums.elsewhere(sizes))
         ledger.note_again(self._left[1], self._parts_of_layout())
         ledger.steps_of_ddp += 1
@@ -449,6 +456,10 @@ class DDPHook:
             here.replayed += 1
             last = here.replayed == len(self._replayed)
             due += self._planner.add([here.pieces[name] for name in names], last)
+        if self._replayed and bucket.is_last():  # of parameters that are not trained
+            known = {name for names in self._replayed for name in names}
+            others = [piece for name, piece in here.pieces.items() if name not in known]
+            due += self._planner.add(others, True)
         for planned in due:
             here.send(planned, here.arrived)
 
@@ -536,7 +547,7 @@ class DDPHook:
         done.commit()
         if self._replayed:
             self._replays += 1
-            if self._replays >= REPLAYS or done.layout == self._replayed:
+            if self._replays >= REPLAYS or self._trained(done.layout) == self._replayed:
                 self._replayed = []
         else:
             self._layout = done.layout
@@ -546,7 +557,7 @@ class DDPHook:
         layout, parts = self._parts
         if layout is not self._layout:
             names = tuple(name for bucket in self._layout for name in bucket)
-            parcel = Parcel(names, [self._parameters[name] for name in names])
+            parcel = Parcel(names, [self._everything[name] for name in names])
             parts = parts_of([parcel], [UNCOMPRESSED])
             self._parts = (self._layout, parts)
         return parts

@@ -68,6 +68,7 @@ class HooklessPasses:
             with torch.inference_mode(False):  # perhaps a forward pass of an evaluation
                 reducers = _Reducers(ddp)
             setattr(ddp, ATTRIBUTE, reducers)
+        reducers.plain.reducer.awaits = False  # of passes since `end`, which do not count here
         torch_internals.use_reducer(ddp, reducers.plain)
         # The reducer holds the parameter where no garbage collector sees it: the hook must not hold
         # the reducer.
@@ -120,9 +121,14 @@ class HooklessPasses:
             self.end()
 
     def _passing(self, _: Tensor) -> None:
-        """A gradient is there; in a pass that accumulates, DDP does nothing."""
+        """A gradient is there; in a pass that its reducer was not told of, DDP does nothing: one
+        that accumulates, a second one of the same forward pass, one of the module inside."""
         ddp = self._ddp()
-        if ddp is not None and ddp.require_backward_grad_sync:
+        if ddp is None:
+            return
+        reducer = getattr(ddp, ATTRIBUTE).plain.reducer
+        if reducer.awaits:
+            reducer.awaits = False
             torch_internals.queue_callback(self._note_computed)
 
     def _note_computed(self) -> None:

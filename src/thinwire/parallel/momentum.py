@@ -1,10 +1,11 @@
 """Taking an optimizer's momentum over: it then acts before compression (`feedback.DGC`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.feedback import DGC
@@ -31,16 +32,22 @@ def with_momentum(feedback: DGC, optimizer: Optimizer) -> DGC:
     return replace(feedback, momentum=momentum, nesterov=nesterov)
 
 
-def take_momentum(optimizer: Optimizer, feedback: DGC) -> Callable[[], None]:
+def take_momentum(
+    optimizer: Optimizer, feedback: DGC, averaged: Sequence[Tensor] | None = None
+) -> Callable[[], None]:
     """Switch an optimizer's momentum off, and see that it stays off; returns what undoes that.
 
     Weight decay stays outside compression: its momentum is added to the gradient just before the
     optimizer's step, so that without compression nothing changes. It is switched off for the time
     of the step alone, and otherwise stands in the parameter groups, where it can be changed.
+
+    Args:
+        averaged: all parameters that it acts on elsewhere; None for whatever the optimizer has.
     """
 
     def begin(*_: Any) -> None:
         # Groups may have been added, loaded or changed since.
+        _check_averaged(optimizer, averaged)
         _switch_off(optimizer, feedback)
         _add_decay(optimizer)
         for group in optimizer.param_groups:
@@ -49,6 +56,7 @@ def take_momentum(optimizer: Optimizer, feedback: DGC) -> Callable[[], None]:
     def end(*_: Any) -> None:
         _give_decay_back(optimizer)
 
+    _check_averaged(optimizer, averaged)
     _switch_off(optimizer, feedback)
     handles = [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
     setattr(optimizer, _OURS, True)
@@ -61,6 +69,20 @@ def take_momentum(optimizer: Optimizer, feedback: DGC) -> Callable[[], None]:
             group.update(group.pop(TAKEN, {}))
 
     return undo
+
+
+def _check_averaged(optimizer: Optimizer, averaged: Sequence[Tensor] | None) -> None:
+    if averaged is None:
+        return
+    known = set(map(id, averaged))
+    own = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    others = sum(id(p) not in known for p in own)
+    if others:
+        raise ValueError(
+            f"dgc takes over the momentum of all that the optimizer trains, but {others} of its "
+            f"{len(own)} parameters are none that the attached model averages, and would train "
+            "without momentum: give them an optimizer of their own"
+        )
 
 
 def _switch_off(optimizer: Optimizer, feedback: DGC) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.options import Group, Options, Timeout
@@ -12,7 +13,7 @@ from thinwire.collectives.transport import Transport
 from thinwire.errors import ReplicaError
 from thinwire.parallel.model import parameter_names
 from thinwire.reducer.exchange import LOOP, Driver
-from thinwire.torch_internals import is_dtensor, is_fsdp1
+from thinwire.torch_internals import ignored_by_ddp, is_dtensor, is_fsdp1, uncompiled
 
 SHOWN = 5  # names in an error
 DIGEST = 8  # bytes
@@ -25,7 +26,8 @@ def check_replicas(
 
     Args:
         model: a module, wrapped in DDP or not. All ranks of the group call this. One whose
-            parameters are sharded (FSDP) is refused: ranks hold different shards.
+            parameters are sharded (FSDP) is refused: ranks hold different shards. Parameters that
+            DDP was told to ignore are not compared.
         group: a process group; None is the one of a DDP module, or the default one.
         buffers: compare buffers as well. DDP sends those of rank 0 to the others at the start of
             each forward pass, so between steps they may differ where all is well.
@@ -33,10 +35,12 @@ def check_replicas(
     """
     named = parameter_names(model)
     _check_whole(model, named)
-    tensors: dict[str, Tensor] = {name: parameter for parameter, name in named}
+    inner = uncompiled(model)
+    ignored = ignored_by_ddp(inner) if isinstance(inner, DistributedDataParallel) else set()
+    tensors: dict[str, Tensor] = {name: p for p, name in named if id(p) not in ignored}
     if buffers:
         tensors.update(model.named_buffers())
-    own = getattr(model, "process_group", None) if group is None else group
+    own = getattr(inner, "process_group", None) if group is None else group
     ReplicaCheck(tensors, Options.of(own, timeout=timeout)).start()
 
 

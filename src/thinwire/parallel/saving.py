@@ -373,10 +373,11 @@ def _merged(states: Sequence[Any]) -> Any:
             else value
             for key, value in first.items()
         }
-    if type(first) is list and all(
-        isinstance(state, list) and len(state) == len(first) for state in states
+    kind = type(first)
+    if kind in (list, tuple) and all(
+        type(state) is kind and len(state) == len(first) for state in states
     ):
-        return [_merged(entries) for entries in zip(*states, strict=True)]
+        return kind(_merged(entries) for entries in zip(*states, strict=True))
     return first
 
 

@@ -77,7 +77,7 @@ def attach_sharded(
         wire = ReplicaWire(configuration, groups)
         hook = ReplicaHook(wire, groups, wire._planner(granularity))
     wire._learn_shards(model)
-    wire._take_momentum()
+    wire._take_momentum([shard.place.parameter for group in groups for shard in group.shards])
     try:
         hook.attach()
     except BaseException:

@@ -151,7 +151,8 @@ class WeightGather(TorchMemory):
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
         if self._common is None or backward_pass() < 0:
             begin = time.perf_counter()
-            with span("gather"):
+            # What stays is written to in the next training step, also if an evaluation comes first.
+            with span("gather"), torch.inference_mode(False), torch.no_grad():
                 self._renew(input_tensor)
             self._ledger.add_seconds("gathering", time.perf_counter() - begin)
         assert self._common is not None

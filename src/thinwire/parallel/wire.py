@@ -166,13 +166,17 @@ class Wire:
 
     # Called by the driver.
 
-    def _take_momentum(self) -> None:
-        """Have the optimizer's momentum act before compression, if that was asked for."""
+    def _take_momentum(self, averaged: Sequence[Tensor] | None = None) -> None:
+        """Have the optimizer's momentum act before compression, if that was asked for.
+
+        Args:
+            averaged: all parameters whose gradients are, if that is known.
+        """
         feedback, optimizer = self._configuration.feedback, self._configuration.optimizer
         if self._configuration.takes_momentum:
             assert isinstance(feedback, DGC)
             assert optimizer is not None
-            self._return_momentum = take_momentum(optimizer, feedback)
+            self._return_momentum = take_momentum(optimizer, feedback, averaged)
 
     def _learn_tensors(
         self, tensors: Mapping[str, TensorInfo], parameters: Mapping[str, Tensor]
@@ -345,7 +349,11 @@ class Wire:
 
     def _reducer_state(self) -> dict[str, Any]:
         """What is remembered, as it is saved."""
-        return self._reducer.state_dict()
+        state, expected = self._reducer.state_dict(), self._expected()
+        if expected is not None:  # DDP goes on sending what was frozen after it was made
+            kept = state["tensors"].items()
+            state["tensors"] = {name: each for name, each in kept if name in expected}
+        return state
 
     def _adopt(self, state: ReducerState) -> None:
         """Go on with what was saved."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from thinwire.collectives.channel import process_group
@@ -104,6 +105,9 @@ class UnitReducer:
             check_nodes(self.feedback, nodes.layout(process_group(group)))
         self.compressor = compressor
 
+    # What is made here stays, and is written to by other threads: no tensors of inference mode.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def start(self, units: Sequence[Unit], driver: Driver, *, exact: bool = False) -> UnitExchange:
         """Start one exchange of several units, each with its compressor.
 
