@@ -804,6 +804,18 @@ def test_without_a_target_the_best_so_far_is_the_target():
     assert [told(chooser, where, i, 52.0) for i in (5, 6)] == ["topk:0.01", "topk:0.003"]
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("higher", [True, False])
+def test_a_value_that_is_not_finite_is_behind_and_never_the_best(broken, higher):
+    chooser, where = begun(tw.policies.Accuracy("topk:0.01", band=0.5, higher=higher))
+    best, worse = (90.0, 60.0) if higher else (60.0, 90.0)
+    assert told(chooser, where, 1, broken) == "topk:0.03", "before any other value too"
+    assert told(chooser, where, 2, best) == "topk:0.03"
+    assert told(chooser, where, 3, broken) == "topk:0.1"
+    assert told(chooser, where, 4, best) == "topk:0.1"
+    assert told(chooser, where, 5, worse) == "None", "the best is known still"
+
+
 def test_warming_up_a_policy_learns_but_does_not_decide():
     link = SimulatedLink("auto:20")
     assert {link.go(2e7) for _ in range(20)} == {"None"}
