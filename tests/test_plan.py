@@ -641,10 +641,22 @@ def test_tables_fit_80_columns() -> None:
         assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", ["auto", "auto:low_rank=true", "warmup:9,(auto:5)+ef14"])
-def test_auto_is_not_planned(name: str) -> None:
-    with pytest.raises(ValueError, match=r"chooses as it trains.* such as quantize:4 or topk"):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("auto", "auto:low_rank=true", "warmup:9,(auto:5)+ef14", "accuracy:(topk:0.01),0.5"),
+        *("layerwise:(nothing*=topk:0.001; *=quantize:4)", "solve:(topk:0.01)"),
+        *("bandwidth:(topk:0.001|quantize:4)", "magnitude:0.1"),
+    ],
+)
+def test_what_no_one_compressor_stands_for_is_not_planned(name: str) -> None:
+    with pytest.raises(ValueError, match=r"for each tensor, or as it trains.* such as quantize:4"):
         read_method(name)
+
+
+@pytest.mark.parametrize("name", ["warmup:9,(topk:0.01)", "ramp:8,(topk:0.01)+ef14", "dgc:0.01"])
+def test_a_schedule_is_planned_as_it_ends(name: str) -> None:
+    assert str(read_method(name).compressor) == "topk:0.01"
 
 
 # The command

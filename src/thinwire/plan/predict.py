@@ -24,7 +24,8 @@ from thinwire.formatting import show_rate, show_ratio, show_seconds
 from thinwire.methods import LocalRecipe, method_of
 from thinwire.parallel.optimizers import objection
 from thinwire.plan.sizes import Model
-from thinwire.policies.base import Policy, policy_of
+from thinwire.policies import Fixed, Policy, Progressive, Ramp, Warmup
+from thinwire.policies.base import policy_of
 from thinwire.policies.codecs import CodecTable
 
 PLAIN = "ddp"
@@ -75,7 +76,7 @@ class PlannedMethod:
 
 
 def read_method(text: str) -> PlannedMethod:
-    """The method of a name: "ddp", a compressor, a policy with one, a method by name.
+    """The method of a name: "ddp", a compressor, a schedule that ends at one, a method by name.
 
     Raises ValueError.
     """
@@ -93,10 +94,14 @@ def read_method(text: str) -> PlannedMethod:
         return _of_gradients(name, recipe.policy, recipe.feedback)
     chosen, _, remembered = name.partition("+")
     policy = policy_of(chosen)
-    if set(policy.under_adam) - set(policy.compressors):  # it goes by the optimizer: `auto`
+    last = policy
+    while isinstance(last, Warmup):
+        last = last.then
+    # Others go by the tensor, or by what training comes to: no one compressor says what they send.
+    if not isinstance(last, Fixed | Ramp | Progressive):
         raise ValueError(
-            f"{chosen!r} chooses as it trains: plan with what it chooses from instead, such as "
-            "quantize:4 or topk:0.01|quantize:4"
+            f"{chosen!r} chooses for each tensor, or as it trains: plan with what it chooses from "
+            "instead, such as quantize:4 or topk:0.01|quantize:4"
         )
     return _of_gradients(name, policy, feedback_for(policy.main, remembered or "auto"))
 
