@@ -270,6 +270,8 @@ def test_what_diverges_is_told():
     assert diverged([2.0, math.nan, 1.0])
     assert diverged([2.0, math.inf, 1.0])
     assert diverged([2.0] + [7.0] * 9)
+    assert not diverged([-1.0] * 30 + [0.001] * 30)
+    assert diverged([-1.0] + [1.5] * 30)
 
 
 def test_the_time_to_a_loss_is_that_of_the_trailing_mean():
@@ -282,6 +284,13 @@ def test_the_time_to_a_loss_is_that_of_the_trailing_mean():
     assert analysis.time_to(run, 3.0) == run.seconds[20 + 2]
     assert analysis.time_to(run, 0.0) is None
     assert analysis.time_to(run, 9.0) == run.seconds[4]  # not before the window is full
+
+
+@pytest.mark.parametrize("shift", [2.0, -2.0])
+def test_the_baseline_reaches_its_own_end_whatever_the_sign_of_losses(shift):
+    losses = [shift + math.exp(-i / 10) for i in range(60)]
+    document = document_with([method_row("ddp", runs_of(1.0, 80.0, losses))])
+    assert document.methods[0].summary.to_target.speedup == 1.0
 
 
 def method_row(name, runs, error=None):
@@ -508,6 +517,8 @@ def compared(**settings):
         (["--steps", "5", "--seconds", "5"], "not allowed with argument"),
         (["--seconds", "inf"], "--seconds must be finite"),
         (["--seconds", "nan"], "--seconds must be more than 0"),
+        (["--target", "nan"], "--target must be finite, got nan"),
+        (["--target", "inf"], "--target must be finite, got inf"),
         (["--link", "fast"], "a rate is a number"),
         (["--links", "missing.txt"], "--links: "),
         (["--hosts", "1"], "--hosts must be at least 2"),

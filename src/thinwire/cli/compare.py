@@ -243,8 +243,10 @@ def _settings(arguments: argparse.Namespace) -> ComparisonSettings:
         value = getattr(arguments, name)
         if value is not None and not value > 0:
             raise ComparisonSettingError(f"--{name} must be more than 0, got {value}")
-    if arguments.seconds == math.inf:
-        raise ComparisonSettingError("--seconds must be finite, got inf")
+    for name in ("seconds", "target"):
+        value = getattr(arguments, name)
+        if value is not None and not math.isfinite(value):
+            raise ComparisonSettingError(f"--{name} must be finite, got {value}")
     methods = tuple(m for text in arguments.methods or [] for m in split(text))
     if arguments.methods is not None and not methods:
         raise ComparisonSettingError("--with names no method")
