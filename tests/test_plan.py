@@ -345,6 +345,11 @@ def test_a_sharded_step_waits_for_everything() -> None:
     found = waiting_step(gathers, scatters, network, 1.0)
     # (P - 1) / P of 4 MB twice, then gloo's all-reduce of them.
     assert found.seconds == pytest.approx(1 + 2 * 3.0 + 6.0)
+    assert found.sent == 12 * MB
+    # NCCL has a reduce-scatter, which sends half of that.
+    over_nccl = waiting_step(gathers, scatters, network._replace(trees=True), 1.0)
+    assert over_nccl.seconds == pytest.approx(1 + 3 * 3.0)
+    assert over_nccl.sent == 9 * MB
 
 
 def test_the_rule_is_that_of_the_collectives() -> None:

@@ -753,14 +753,15 @@ def _in_one_or_slices(
 
 
 def scatter_rows(network: Interconnect, coding: Coding, numel: float) -> ExchangeCost:
-    """A reduce-scatter: each rank gets the sum of its row. gloo has none, and all-reduces."""
-    p = network.ranks
+    """A reduce-scatter: each rank gets the sum of its row. gloo has none, and all-reduces; NCCL's
+    goes around a ring."""
+    p, message = network.ranks, coding.frame * numel
     if p == 1:
         return NO_EXCHANGE
     if coding.kind == "plain":
-        found = plain_sum(network, coding.frame * numel)
-        return _cost(coding.exchange, 0.0, found, 0.0, 0.0)
-    slices, message = slices_of(coding, "swap", numel, p), coding.frame * numel
+        one = ring(network, p - 1, message / p) if network.trees else plain_sum(network, message)
+        return _cost(coding.exchange, 0.0, one, 0.0, 0.0)
+    slices = slices_of(coding, "swap", numel, p)
     found = _in_one_or_slices("swap", swap, network, message, slices)
     encode = (coding.call + coding.encode * numel) * (p - 1) / p
     decode = (p - 1) * (coding.call + coding.add * numel / p)
