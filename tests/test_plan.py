@@ -577,9 +577,22 @@ def test_break_even_is_where_both_take_as_long() -> None:
     assert 0 < rate < math.inf
     there = own.at(rate / 8)
     plain = step_of(read_method("ddp"), there).seconds
-    assert step_of(method, there).seconds == pytest.approx(plain, rel=1e-9)
+    # 30 binary digits of rates are halved 30 times: 30 ln(2) / 2^30, rounded up.
+    assert step_of(method, there).seconds == pytest.approx(plain, rel=2e-8)
     # The same rate, whether one looks from a slower or from a faster link.
     assert break_even(method, own.at(10 * rate / 8)) == pytest.approx(rate, rel=1e-6)
+
+
+def test_a_cost_is_reckoned_once_for_equal_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    real = costs.exchange_cost
+    monkeypatch.setattr(costs, "exchange_cost", lambda *a: asked.append(a[:2]) or real(*a))
+    own = setting(parameters=10**9)
+    for name in ("ddp", "quantize:4"):
+        asked.clear()
+        step_of(read_method(name), own)
+        # The first and the last bucket differ, and what is sent uncompressed beside them.
+        assert len(asked) <= 6, name
 
 
 def test_advice_follows_the_figures() -> None:
@@ -698,6 +711,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("--parameters 1M --step 1s --machine abacus", "unknown machine"),
         ("--parameters 1M --step 1s --hosts 0", "at least 1"),
         ("--parameters 0 --step 1s", "at least 1"),
+        ("--parameters 10001G --step 1s", "at most 10000G, got 10001G"),
         ("--layers nowhere.safetensors --step 1s", "nowhere"),
         ("--script nowhere.py", "no file"),
         ("--parameters 1M --step 1s --weights quantize:8", "fsdp"),

@@ -33,6 +33,8 @@ docs/plan.md says how the figures come about and how far they can be trusted.
 """
 _HOSTS, _LINK = 4, "1gbit"
 _PATIENCE = 120.0
+# Elements from which on a prediction takes long enough to say so, and that it can be asked of.
+_LARGE, _MOST = 10**11, 10**13
 
 
 def add(commands: Commands) -> None:
@@ -130,6 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
         methods = [read_method(text) for text in texts]
         if setting.parallel == "fsdp" and arguments.methods is None:
             methods = [each for each in methods if not each.every and not _is_joint(each)]
+        if model.parameters > _LARGE:
+            print("predicting, every bucket of it ...", file=sys.stderr, flush=True)
         predictions = predict(methods, setting)
         document = document_of(predictions, setting, _asked(arguments))
         if arguments.html is not None:
@@ -173,8 +177,11 @@ def _model(arguments: argparse.Namespace) -> "tuple[Model, float | None]":
         raise ValueError(f"unexpected {arguments.arguments[0]!r}: only --script takes arguments")
     if arguments.parameters is not None:
         count = read_count(arguments.parameters)
-        if count < 1:
-            raise ValueError(f"--parameters must be at least 1, got {arguments.parameters}")
+        if not 1 <= count <= _MOST:
+            raise ValueError(
+                f"--parameters must be at least 1 and at most {_MOST // 10**9}G, got "
+                f"{arguments.parameters}"
+            )
         return UniformModel(count), None
     if arguments.layers is not None:
         return read_layers(arguments.layers), None

@@ -674,9 +674,13 @@ def overlapped_step(
     # Of plain ones: the last has ended, the last but one has, the link is free.
     ended = before = link = last = 0.0
     encode = moving = decode = sent = egress = 0.0
+    known: dict[tuple[Coding, float, bool], ExchangeCost] = {}  # most buckets are alike
     for number, (coding, numel, ready) in enumerate(exchanges):
         cold = number == 0 and compute > IDLE
-        cost = exchange_cost(coding, numel, network, nodes, cold)
+        cost = known.get((coding, numel, cold))
+        if cost is None:
+            cost = exchange_cost(coding, numel, network, nodes, cold)
+            known[coding, numel, cold] = cost
         arrived = ready * compute + late
         if coding.kind == "plain":
             began, before = max(arrived, before), ended
