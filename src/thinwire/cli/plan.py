@@ -132,12 +132,12 @@ def run(arguments: argparse.Namespace) -> int:
         methods = [read_method(text) for text in texts]
         if setting.parallel == "fsdp" and arguments.methods is None:
             methods = [each for each in methods if not each.every and not _is_joint(each)]
+        if arguments.html is not None:
+            _write_page(arguments.html, setting, methods)
         if model.parameters > _LARGE:
             print("predicting, every bucket of it ...", file=sys.stderr, flush=True)
         predictions = predict(methods, setting)
         document = document_of(predictions, setting, _asked(arguments))
-        if arguments.html is not None:
-            _write_page(arguments.html, setting, methods)
     except (OSError, TypeError, ValueError) as error:
         return complain("plan", error)
     if arguments.json:
