@@ -1,6 +1,7 @@
 """`thinwire compare`: methods by name, what is computed from measurements, and real small runs."""
 
 import dataclasses
+import inspect
 import io
 import json
 import math
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+import thinwire as tw
 from thinwire.cli import main
 from thinwire.compare import analysis, counters
 from thinwire.compare.analysis import verdict_of
@@ -42,7 +44,16 @@ from thinwire.compare.method import (
 )
 from thinwire.compare.models import CollectiveClock
 from thinwire.compare.place import cluster_of
-from thinwire.compare.rank import Job, RankPlan, RankRecord, Timer, heard, run_jobs, tell
+from thinwire.compare.rank import (
+    Job,
+    RankPlan,
+    RankRecord,
+    Timer,
+    _ScriptObserver,
+    heard,
+    run_jobs,
+    tell,
+)
 from thinwire.compare.run import Comparison, output_of, reason
 from thinwire.compare.settings import (
     METHODS,
@@ -929,6 +940,29 @@ def test_a_script_is_compared(forked, script):
     assert all(run.bytes_counted > run.bytes_reported - 6 * 200 for run in (topk, own))
     dense = 6 * 4 * document.settings.parameters
     assert topk.bytes_reported < own.bytes_reported < dense < runs["ddp"].bytes_counted
+
+
+def test_a_method_of_local_steps_has_settings_of_its_own(monkeypatch):
+    made = []
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(
+        "thinwire.compare.training.ScriptLocalSteps",
+        lambda meter, model, optimizer, compressor, **options: made.append((compressor, options)),
+    )
+    method = read("adam-update:gain=true", "ddp")
+    observer = _ScriptObserver(Job(method, 0), RankPlan((), 1.0, loopback=True), None)
+    observer._detach = lambda model: None
+    given = dict.fromkeys(inspect.signature(tw.LocalSteps).parameters)
+    for name in ("model", "optimizer", "compressor"):
+        del given[name]
+    observer._made_local(torch.nn.Linear(2, 2), None, "topk:0.5", **given)
+    ((compressor, left),) = made
+    assert compressor == "adam-update:gain=true"
+    assert left.keys() == {
+        *("group", "collective", "nodes", "granularity", "exclude", "scaler", "seed", "max_bytes"),
+        *("timeout", "check_every", "measure_every"),
+    }
 
 
 def test_a_script_that_hangs_is_shown_with_its_error(forked, script):
