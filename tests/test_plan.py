@@ -715,6 +715,7 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("--layers nowhere.safetensors --step 1s", "nowhere"),
         ("--script nowhere.py", "no file"),
         ("--parameters 1M --step 1s --weights quantize:8", "fsdp"),
+        ("--parameters 1M --step 1s --parallel fsdp --nodes", "--nodes is for --parallel ddp"),
         (
             "--parameters 1M --step 1s --parallel fsdp --weights powersgd:4",
             "powersgd:4 does not go with --weights",

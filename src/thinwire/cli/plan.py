@@ -217,6 +217,11 @@ def _setting(
         raise ValueError("--racks and --inter belong together: give both or none")
     if arguments.weights is not None and arguments.parallel != "fsdp":
         raise ValueError("--weights is for --parallel fsdp")
+    if arguments.nodes and arguments.parallel == "fsdp":
+        raise ValueError(
+            "--nodes is for --parallel ddp: gradients of fsdp are scattered, not averaged on all "
+            "ranks, and attach(nodes=...) refuses them"
+        )
     weights = None if arguments.weights is None else compressor_of(arguments.weights)
     if isinstance(weights, JointCompressor):
         raise ValueError(
