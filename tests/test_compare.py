@@ -364,6 +364,20 @@ def test_the_verdict_says_so_when_nothing_pays():
     assert "plain DDP did not finish" in verdict_of(lost)
 
 
+def test_without_a_target_nothing_is_called_not_reached():
+    out = io.StringIO()
+    methods = [comparisons.diverged("ddp"), comparisons.method("topk:0.01")]
+    for method in methods:
+        method.summary = comparisons.method("x").summary
+        method.summary.to_target = None
+    document = comparisons.document(methods)
+    print_document(document, Console(file=out, width=200))
+    assert out.getvalue().count("not reached") == 2
+    document.target_loss = None
+    print_document(document, Console(file=out, width=200))
+    assert out.getvalue().count("not reached") == 2
+
+
 def test_the_verdict_says_where_it_stops_paying():
     document = document_with([method_row("ddp", runs_of(1.0, 80.0)),
                               method_row("onebit", runs_of(0.1, 80.0))],
@@ -531,6 +545,7 @@ def compared(**settings):
         (["--target", "nan"], "--target must be finite, got nan"),
         (["--target", "inf"], "--target must be finite, got inf"),
         (["--link", "fast"], "a rate is a number"),
+        (["--link", ""], "a rate is a number"),
         (["--links", "missing.txt"], "--links: "),
         (["--hosts", "1"], "--hosts must be at least 2"),
         (["--racks", "2"], "--racks and --inter go together"),
@@ -552,6 +567,11 @@ def test_wrong_arguments_are_told_in_a_line(words, message, capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     assert main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_refused_comparison_leaves_no_folder(tmp_path):
+    assert main(["compare", "--with", "nope", "--out", str(tmp_path / "new")]) == 2
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_output_that_cannot_be_written_is_told_at_once(capsys, tmp_path):
@@ -580,7 +600,7 @@ def test_a_report_is_drawn_again_from_its_data(tmp_path, capsys, monkeypatch):
 def test_the_demo_says_once_what_each_model_came_to(tmp_path, capsys, monkeypatch):
     found = comparisons.document([comparisons.method("ddp", seeds=1, steps=6)])
     found.verdict = " ".join(["The verdict is long."] * 12)
-    monkeypatch.setattr("thinwire.cli.demo.compare", lambda settings, command: (found, 0))
+    monkeypatch.setattr("thinwire.cli.demo.compare", lambda *_: (found, 0))
     monkeypatch.setattr("thinwire.report.write", lambda document, folder: [folder / "report.html"])
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main(["demo", "--out", str(tmp_path)]) == 0
@@ -987,14 +1007,18 @@ def children_of(mark):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_ctrl_c_leaves_no_process_and_a_report_of_what_was_done(script, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_leaves_no_process_and_a_report_of_what_was_done(script, tmp_path, number):
     mine = tmp_path / f"mark{os.getpid()}.py"
     script.rename(mine)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "thinwire", "compare", "--workload", str(mine), "--hosts", "2",
          "--no-torch-hooks", "--with", "ddp", "--project", "--out", str(tmp_path / "out"), "--",
          "hang"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**ENV, "TMPDIR": str(temporary)},
     )  # fmt: skip
     try:
         assert process.stdout is not None
@@ -1002,13 +1026,14 @@ def test_ctrl_c_leaves_no_process_and_a_report_of_what_was_done(script, tmp_path
             if "seed 0 ..." in line:
                 break
         time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest = process.communicate(timeout=60)[0]
     finally:
         process.kill()
     assert process.returncode == 130, rest
     assert "interrupted" in rest
     assert not children_of(mine.name)
+    assert not list(temporary.iterdir())
     assert read_document(tmp_path / "out" / "data.json").interrupted
 
 
