@@ -734,6 +734,20 @@ def test_the_command_says_what_is_wrong(
     assert len(said.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--hosts 0", "--link fast", "--with bogus:3", "--step 0s", "--price nan", "--delay 1"],
+)
+def test_nothing_is_measured_before_all_is_checked(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr("thinwire.bench.profile.profile_script", lambda *_: pytest.fail("measured"))
+    assert main(["plan", "--machine", "cores-1", "--script", str(script), *words.split()]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
 def test_a_script_is_watched_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(
