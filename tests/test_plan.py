@@ -515,6 +515,12 @@ def test_a_wrong_table_is_refused(document: object) -> None:
         table_from(document)
 
 
+def test_a_table_may_lie_in_a_file_of_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "codecs"
+    path.write_text(table().to_json())
+    assert table_of(str(path)).rows == table().rows
+
+
 def test_an_unknown_machine_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="known: cores-1, cores-2, cores-16, gpu"):
         table_of("abacus")
