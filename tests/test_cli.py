@@ -25,7 +25,7 @@ from thinwire.bench.picture import write_picture
 from thinwire.bench.run import prepare, run
 from thinwire.bench.settings import BenchSettings
 from thinwire.cli import main
-from thinwire.cli.parsing import patient
+from thinwire.cli.parsing import ended_gently, patient, reserve
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SRC)}
@@ -114,6 +114,7 @@ WRONG = {
     "rounds": ("bench --rounds 0", "at least 1"),
     "not a number": ("bench --rounds x", "invalid int"),
     "threads": ("bench --threads -1", "at least 1"),
+    "too many threads": ("bench --threads 100000", "--threads must be at most 1024"),
     "both": ("bench --input a.npy --size 3", "--input"),
     "missing": ("bench --input {}/missing.npy", "no such file"),
     "suffix": ("bench --input {}/a.pt", ".safetensors"),
@@ -126,6 +127,7 @@ WRONG = {
     "plot": ("bench --plot a.pdf", ".html"),
     "no folder": ("bench --plot {}/text.npy/a.png", "cannot write"),
     "a folder": ("bench --out {}", "cannot write"),
+    "no file system": ("bench --out /proc/x.json", "cannot write /proc/x.json"),
     "for ever": ("demo --seconds inf", "--seconds must be finite"),
     "no time": ("demo --seconds nan", "--seconds must be finite"),
 }
@@ -271,6 +273,37 @@ def test_ctrl_c_waits_for_the_result() -> None:
     assert done == ["printed"]
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals on Windows")
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_other_signals_count_as_ctrl_c_while_asked(number: str) -> None:
+    one = getattr(signal, number)
+    before, done = signal.getsignal(one), []
+
+    def work() -> None:
+        with ended_gently():
+            with patient():
+                signal.raise_signal(one)
+                done.append("printed")
+            done.append("too late")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["printed"]
+    assert signal.getsignal(one) == before
+
+
+def test_files_are_reserved_and_given_back(tmp_path: Path) -> None:
+    new, old, full = tmp_path / "new", tmp_path / "old", tmp_path / "full"
+    old.touch()
+    with reserve(new, None, old, full):
+        assert new.exists()
+        full.write_text("a result")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "old"]
+    with pytest.raises(ValueError, match=r"cannot write .*: Is a directory"):
+        reserve(new, tmp_path)
+    assert not new.exists()
 
 
 @pytest.mark.slow

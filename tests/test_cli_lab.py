@@ -101,6 +101,11 @@ def test_a_file_with_a_wrong_line_is_named(tmp_path, capsys):
     assert f"error: {file}, line 2: a rate is" in capsys.readouterr().err
 
 
+def test_an_empty_rate_is_told(capsys):
+    assert main(["lab", "run", "--hosts", "2", "--link", "", "--", "true"]) == 2
+    assert "a rate is a number" in capsys.readouterr().err
+
+
 def test_where_no_lab_can_be_made_the_reason_is_given(monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert main(["lab", "run", "--hosts", "2", "--", "true"]) == 2

@@ -1,6 +1,7 @@
 """`thinwire compare`: methods by name, what is computed from measurements, and real small runs."""
 
 import dataclasses
+import inspect
 import io
 import json
 import math
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+import thinwire as tw
 from thinwire.cli import main
 from thinwire.compare import analysis, counters
 from thinwire.compare.analysis import verdict_of
@@ -42,7 +44,16 @@ from thinwire.compare.method import (
 )
 from thinwire.compare.models import CollectiveClock
 from thinwire.compare.place import cluster_of
-from thinwire.compare.rank import Job, RankPlan, RankRecord, Timer, heard, run_jobs, tell
+from thinwire.compare.rank import (
+    Job,
+    RankPlan,
+    RankRecord,
+    Timer,
+    _ScriptObserver,
+    heard,
+    run_jobs,
+    tell,
+)
 from thinwire.compare.run import Comparison, output_of, reason
 from thinwire.compare.settings import (
     METHODS,
@@ -270,6 +281,8 @@ def test_what_diverges_is_told():
     assert diverged([2.0, math.nan, 1.0])
     assert diverged([2.0, math.inf, 1.0])
     assert diverged([2.0] + [7.0] * 9)
+    assert not diverged([-1.0] * 30 + [0.001] * 30)
+    assert diverged([-1.0] + [1.5] * 30)
 
 
 def test_the_time_to_a_loss_is_that_of_the_trailing_mean():
@@ -282,6 +295,13 @@ def test_the_time_to_a_loss_is_that_of_the_trailing_mean():
     assert analysis.time_to(run, 3.0) == run.seconds[20 + 2]
     assert analysis.time_to(run, 0.0) is None
     assert analysis.time_to(run, 9.0) == run.seconds[4]  # not before the window is full
+
+
+@pytest.mark.parametrize("shift", [2.0, -2.0])
+def test_the_baseline_reaches_its_own_end_whatever_the_sign_of_losses(shift):
+    losses = [shift + math.exp(-i / 10) for i in range(60)]
+    document = document_with([method_row("ddp", runs_of(1.0, 80.0, losses))])
+    assert document.methods[0].summary.to_target.speedup == 1.0
 
 
 def method_row(name, runs, error=None):
@@ -342,6 +362,20 @@ def test_the_verdict_says_so_when_nothing_pays():
     assert "nothing to compare" in verdict_of(alone)
     lost = document_with([method_row("ddp", [], error="E: x"), method_row("onebit", runs_of(1, 1))])
     assert "plain DDP did not finish" in verdict_of(lost)
+
+
+def test_without_a_target_nothing_is_called_not_reached():
+    out = io.StringIO()
+    methods = [comparisons.diverged("ddp"), comparisons.method("topk:0.01")]
+    for method in methods:
+        method.summary = comparisons.method("x").summary
+        method.summary.to_target = None
+    document = comparisons.document(methods)
+    print_document(document, Console(file=out, width=200))
+    assert out.getvalue().count("not reached") == 2
+    document.target_loss = None
+    print_document(document, Console(file=out, width=200))
+    assert out.getvalue().count("not reached") == 2
 
 
 def test_the_verdict_says_where_it_stops_paying():
@@ -508,7 +542,10 @@ def compared(**settings):
         (["--steps", "5", "--seconds", "5"], "not allowed with argument"),
         (["--seconds", "inf"], "--seconds must be finite"),
         (["--seconds", "nan"], "--seconds must be more than 0"),
+        (["--target", "nan"], "--target must be finite, got nan"),
+        (["--target", "inf"], "--target must be finite, got inf"),
         (["--link", "fast"], "a rate is a number"),
+        (["--link", ""], "a rate is a number"),
         (["--links", "missing.txt"], "--links: "),
         (["--hosts", "1"], "--hosts must be at least 2"),
         (["--racks", "2"], "--racks and --inter go together"),
@@ -530,6 +567,11 @@ def test_wrong_arguments_are_told_in_a_line(words, message, capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     assert main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_refused_comparison_leaves_no_folder(tmp_path):
+    assert main(["compare", "--with", "nope", "--out", str(tmp_path / "new")]) == 2
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_output_that_cannot_be_written_is_told_at_once(capsys, tmp_path):
@@ -558,7 +600,7 @@ def test_a_report_is_drawn_again_from_its_data(tmp_path, capsys, monkeypatch):
 def test_the_demo_says_once_what_each_model_came_to(tmp_path, capsys, monkeypatch):
     found = comparisons.document([comparisons.method("ddp", seeds=1, steps=6)])
     found.verdict = " ".join(["The verdict is long."] * 12)
-    monkeypatch.setattr("thinwire.cli.demo.compare", lambda settings, command: (found, 0))
+    monkeypatch.setattr("thinwire.cli.demo.compare", lambda *_: (found, 0))
     monkeypatch.setattr("thinwire.report.write", lambda document, folder: [folder / "report.html"])
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main(["demo", "--out", str(tmp_path)]) == 0
@@ -920,6 +962,29 @@ def test_a_script_is_compared(forked, script):
     assert topk.bytes_reported < own.bytes_reported < dense < runs["ddp"].bytes_counted
 
 
+def test_a_method_of_local_steps_has_settings_of_its_own(monkeypatch):
+    made = []
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(
+        "thinwire.compare.training.ScriptLocalSteps",
+        lambda meter, model, optimizer, compressor, **options: made.append((compressor, options)),
+    )
+    method = read("adam-update:gain=true", "ddp")
+    observer = _ScriptObserver(Job(method, 0), RankPlan((), 1.0, loopback=True), None)
+    observer._detach = lambda model: None
+    given = dict.fromkeys(inspect.signature(tw.LocalSteps).parameters)
+    for name in ("model", "optimizer", "compressor"):
+        del given[name]
+    observer._made_local(torch.nn.Linear(2, 2), None, "topk:0.5", **given)
+    ((compressor, left),) = made
+    assert compressor == "adam-update:gain=true"
+    assert left.keys() == {
+        *("group", "collective", "nodes", "granularity", "exclude", "scaler", "seed", "max_bytes"),
+        *("timeout", "check_every", "measure_every"),
+    }
+
+
 def test_a_script_that_hangs_is_shown_with_its_error(forked, script):
     document, methods, _ = compared(
         workload=str(script), arguments=("hang",), hosts=2, links=("100mbit",) * 2,
@@ -942,14 +1007,18 @@ def children_of(mark):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_ctrl_c_leaves_no_process_and_a_report_of_what_was_done(script, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_leaves_no_process_and_a_report_of_what_was_done(script, tmp_path, number):
     mine = tmp_path / f"mark{os.getpid()}.py"
     script.rename(mine)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "thinwire", "compare", "--workload", str(mine), "--hosts", "2",
          "--no-torch-hooks", "--with", "ddp", "--project", "--out", str(tmp_path / "out"), "--",
          "hang"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**ENV, "TMPDIR": str(temporary)},
     )  # fmt: skip
     try:
         assert process.stdout is not None
@@ -957,13 +1026,14 @@ def test_ctrl_c_leaves_no_process_and_a_report_of_what_was_done(script, tmp_path
             if "seed 0 ..." in line:
                 break
         time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         rest = process.communicate(timeout=60)[0]
     finally:
         process.kill()
     assert process.returncode == 130, rest
     assert "interrupted" in rest
     assert not children_of(mine.name)
+    assert not list(temporary.iterdir())
     assert read_document(tmp_path / "out" / "data.json").interrupted
 
 

@@ -386,10 +386,10 @@ def on_a_step_that_one_rank_gives_up() -> tuple[str, list[float], str]:
     tensors = {"s": normal(N, me), "p": normal(N, me).view(40, 50), "a": torch.ones(100)}
     after = [torch.full((50,), 10.0**i * (me + 1)) for i in range(4)]
 
-    def failing(self: Any, units: Any, driver: Any) -> Any:
+    def failing(self: Any, units: Any, driver: Any, **options: Any) -> Any:
         if next(numbers) == 2 and me == 1:
             raise MemoryError("no memory for this one")
-        return start(self, units, driver)
+        return start(self, units, driver, **options)
 
     gate, prepare = threading.Event(), AllReduce.prepare
 

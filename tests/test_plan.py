@@ -345,6 +345,11 @@ def test_a_sharded_step_waits_for_everything() -> None:
     found = waiting_step(gathers, scatters, network, 1.0)
     # (P - 1) / P of 4 MB twice, then gloo's all-reduce of them.
     assert found.seconds == pytest.approx(1 + 2 * 3.0 + 6.0)
+    assert found.sent == 12 * MB
+    # NCCL has a reduce-scatter, which sends half of that.
+    over_nccl = waiting_step(gathers, scatters, network._replace(trees=True), 1.0)
+    assert over_nccl.seconds == pytest.approx(1 + 3 * 3.0)
+    assert over_nccl.sent == 9 * MB
 
 
 def test_the_rule_is_that_of_the_collectives() -> None:
@@ -510,6 +515,12 @@ def test_a_wrong_table_is_refused(document: object) -> None:
         table_from(document)
 
 
+def test_a_table_may_lie_in_a_file_of_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "codecs"
+    path.write_text(table().to_json())
+    assert table_of(str(path)).rows == table().rows
+
+
 def test_an_unknown_machine_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match="known: cores-1, cores-2, cores-16, gpu"):
         table_of("abacus")
@@ -572,9 +583,22 @@ def test_break_even_is_where_both_take_as_long() -> None:
     assert 0 < rate < math.inf
     there = own.at(rate / 8)
     plain = step_of(read_method("ddp"), there).seconds
-    assert step_of(method, there).seconds == pytest.approx(plain, rel=1e-9)
+    # 30 binary digits of rates are halved 30 times: 30 ln(2) / 2^30, rounded up.
+    assert step_of(method, there).seconds == pytest.approx(plain, rel=2e-8)
     # The same rate, whether one looks from a slower or from a faster link.
     assert break_even(method, own.at(10 * rate / 8)) == pytest.approx(rate, rel=1e-6)
+
+
+def test_a_cost_is_reckoned_once_for_equal_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    real = costs.exchange_cost
+    monkeypatch.setattr(costs, "exchange_cost", lambda *a: asked.append(a[:2]) or real(*a))
+    own = setting(parameters=10**9)
+    for name in ("ddp", "quantize:4"):
+        asked.clear()
+        step_of(read_method(name), own)
+        # The first and the last bucket differ, and what is sent uncompressed beside them.
+        assert len(asked) <= 6, name
 
 
 def test_advice_follows_the_figures() -> None:
@@ -641,10 +665,22 @@ def test_tables_fit_80_columns() -> None:
         assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", ["auto", "auto:low_rank=true", "warmup:9,(auto:5)+ef14"])
-def test_auto_is_not_planned(name: str) -> None:
-    with pytest.raises(ValueError, match=r"chooses as it trains.* such as quantize:4 or topk"):
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("auto", "auto:low_rank=true", "warmup:9,(auto:5)+ef14", "accuracy:(topk:0.01),0.5"),
+        *("layerwise:(nothing*=topk:0.001; *=quantize:4)", "solve:(topk:0.01)"),
+        *("bandwidth:(topk:0.001|quantize:4)", "magnitude:0.1"),
+    ],
+)
+def test_what_no_one_compressor_stands_for_is_not_planned(name: str) -> None:
+    with pytest.raises(ValueError, match=r"for each tensor, or as it trains.* such as quantize:4"):
         read_method(name)
+
+
+@pytest.mark.parametrize("name", ["warmup:9,(topk:0.01)", "ramp:8,(topk:0.01)+ef14", "dgc:0.01"])
+def test_a_schedule_is_planned_as_it_ends(name: str) -> None:
+    assert str(read_method(name).compressor) == "topk:0.01"
 
 
 # The command
@@ -681,9 +717,11 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("--parameters 1M --step 1s --machine abacus", "unknown machine"),
         ("--parameters 1M --step 1s --hosts 0", "at least 1"),
         ("--parameters 0 --step 1s", "at least 1"),
+        ("--parameters 10001G --step 1s", "at most 10000G, got 10001G"),
         ("--layers nowhere.safetensors --step 1s", "nowhere"),
         ("--script nowhere.py", "no file"),
         ("--parameters 1M --step 1s --weights quantize:8", "fsdp"),
+        ("--parameters 1M --step 1s --parallel fsdp --nodes", "--nodes is for --parallel ddp"),
         (
             "--parameters 1M --step 1s --parallel fsdp --weights powersgd:4",
             "powersgd:4 does not go with --weights",
@@ -700,6 +738,20 @@ def test_the_command_says_what_is_wrong(
     said = capsys.readouterr().err
     assert why in said
     assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--hosts 0", "--link fast", "--with bogus:3", "--step 0s", "--price nan", "--delay 1"],
+)
+def test_nothing_is_measured_before_all_is_checked(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr("thinwire.bench.profile.profile_script", lambda *_: pytest.fail("measured"))
+    assert main(["plan", "--machine", "cores-1", "--script", str(script), *words.split()]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
 def test_a_script_is_watched_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,38 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
             rf'<label[^>]*><input[^>]*id="{control}"', text
         )
     assert 'aria-live="polite"' in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hosts": 1, "delay": 5e-6, "rate": 1e4},
+        {"hosts": 5000, "ranks_per_host": 100, "delay": 3.0, "rate": 1e13},
+        {"hosts": 2, "delay": 1e-5, "rate": 1e6},
+        {"hosts": 16, "rate": 1e8},
+    ],
+)
+@pytest.mark.parametrize(("parameters", "step"), [(10, 1e-5), (10**8, 0.5), (70 * 10**9, 500.0)])
+def test_the_page_opens_with_what_was_asked_for(
+    change: dict[str, Any], parameters: int, step: float
+) -> None:
+    own = replace(setting(**change), model=UniformModel(parameters), compute=step)
+    text = plan_page(own, [read_method("powersgd:4")])
+    (data,) = re.findall(r'id="data">(.*)</script>', text)
+    sliders = re.findall(r'type="range" id="(\w+)" min="([^"]+)" max="([^"]+)"', text)
+    begin = json.loads(data)["begin"]
+    assert {name for name, *_ in sliders} == begin.keys()
+    for name, low, high in sliders:
+        if name == "delay":  # the lowest stands for none
+            assert not begin[name] or float(low) < math.log10(begin[name]) <= float(high)
+        else:
+            assert float(low) <= math.log10(begin[name]) <= float(high), name
+
+
+def test_more_than_a_browser_can_draw_is_refused() -> None:
+    own = replace(setting(hosts=2, rate=1e9), model=UniformModel(10**11 + 1))
+    with pytest.raises(ValueError, match="--html draws at most 100G parameters"):
+        plan_page(own, [read_method("quantize:4")])
 
 
 def test_text_cannot_leave_its_place() -> None:

@@ -297,6 +297,31 @@ def test_what_one_policy_wants_to_see_is_not_shown_to_another():
     assert seen == {"t0": [5, 7], "t1": [*range(1, 9), 10, 12]}
 
 
+@pytest.mark.parametrize(
+    ("spec", "begin", "failing", "expected"),
+    [
+        ("solve:(topk:0.1),steps=4", 1, (), [5, 7]),
+        ("solve:(topk:0.1),steps=4", 16, (), [20, 22]),
+        ("solve:(topk:0.1),steps=4", 1, (7, 9), [5, 7, 9, 11]),
+        ("warmup:10,(solve:(topk:0.1),steps=4)", 1, (), [15, 17]),
+    ],
+)
+def test_profiling_counts_its_own_steps(spec, begin, failing, expected):
+    """From the first that it chooses for, when residuals begin; one that fails is made up for."""
+    chooser, where = begun(spec, (20, 50))
+    (tensor,) = where.tensors
+    seen = []
+    for step in range(begin, begin + 30):
+        chooser.choose(tensor, step)
+        if chooser.watches(step):
+            seen.append(step)
+            chooser.watch(tensor, step, torch.ones(1000), None)
+        if chooser.due(step) and step not in failing:
+            chooser.learn(step, [chooser.report(NOTHING)])
+    assert seen == expected
+    assert "Profiling" not in "".join(chooser.explain())
+
+
 @pytest.mark.parametrize("name", ["randomk", "bernoulli"])
 def test_solving_measures_what_will_be_sent(name):
     """Where something is remembered Random-K does not scale: its error is then (1 - ratio) of the
@@ -802,6 +827,18 @@ def test_without_a_target_the_best_so_far_is_the_target():
     assert told(chooser, where, 3, 49.2) == "topk:0.003"
     assert told(chooser, where, 4, 48.5) == "topk:0.01"
     assert [told(chooser, where, i, 52.0) for i in (5, 6)] == ["topk:0.01", "topk:0.003"]
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("higher", [True, False])
+def test_a_value_that_is_not_finite_is_behind_and_never_the_best(broken, higher):
+    chooser, where = begun(tw.policies.Accuracy("topk:0.01", band=0.5, higher=higher))
+    best, worse = (90.0, 60.0) if higher else (60.0, 90.0)
+    assert told(chooser, where, 1, broken) == "topk:0.03", "before any other value too"
+    assert told(chooser, where, 2, best) == "topk:0.03"
+    assert told(chooser, where, 3, broken) == "topk:0.1"
+    assert told(chooser, where, 4, best) == "topk:0.1"
+    assert told(chooser, where, 5, worse) == "None", "the best is known still"
 
 
 def test_warming_up_a_policy_learns_but_does_not_decide():

@@ -242,6 +242,21 @@ def test_a_policy_that_raises_on_one_rank_ends_all(where):
     assert second[2]
 
 
+def on_a_late_tensor() -> tuple[list[int], str]:
+    reducer = tw.Reducer("solve:(topk:0.1),steps=3")
+    for step in range(1, 25):
+        draw = torch.Generator().manual_seed(step)
+        names = "ac" if step < 12 else "abc"
+        reducer.average({name: torch.randn(500, generator=draw) for name in names})
+    return [decision.step for decision in reducer.decisions], "\n".join(reducer.explain())
+
+
+def test_a_tensor_that_comes_after_profiling_is_profiled_too():
+    for steps, words in ranks.run(on_a_late_tensor, ranks=2):
+        assert steps == [7, 18]
+        assert "Profiling" not in words
+
+
 def on_words() -> tuple[str, str, str, dict[str, Any]]:
     model, wire = wired("solve:(topk:0.1),steps=3", measure_every=0)
     before = wire.explain()

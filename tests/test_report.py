@@ -210,11 +210,14 @@ def odd_documents() -> dict[str, tuple[Document, list[str]]]:
     wild = comparisons.document([blind], seconds=30.0, steps=None, higher_is_better=False)
     wild.sweep.append(SweepEntry(link="a mixture", step_seconds={"ddp": 1.0, "gone": None}))
     gaps = [name for name in PICTURES if name != "layers-error"]
+    hollow = small()
+    hollow.methods[0].runs = []
     return {
         "all failed": (lost, []),
         "nothing at all": (none, []),
         "one step, one host": (alone, ["loss-seconds", "step-split", "step-share"]),
         "diverged, cut off": (wild, gaps),
+        "a sweep of what has no runs": (hollow, PICTURES),
     }
 
 

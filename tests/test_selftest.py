@@ -107,6 +107,15 @@ def test_mistakes_are_one_line(words, message, capsys):
     assert said.count("\n") == 1
 
 
+def test_ctrl_c_leaves_no_empty_file(monkeypatch, capsys, tmp_path):
+    def stopped(settings, tick):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(selftest, "run", stopped)
+    assert main(["selftest", "--out", str(tmp_path / "new.json")]) == 130
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_no_cuda_device(capsys):
     assert main(["selftest", "--device", "cuda"]) == 2

@@ -2,9 +2,9 @@
 
 import argparse
 import json
-import os
 import sys
 import textwrap
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,13 @@ from thinwire.bench.settings import (
     BenchSettings,
     read_size,
 )
-from thinwire.cli.parsing import INTERRUPTED, Commands, complain, patient
+from thinwire.cli.parsing import INTERRUPTED, Commands, complain, patient, reserve
 
 if TYPE_CHECKING:
     from thinwire.bench.results import BenchReport
 
+# Of torch: some tens of thousands end the process, as no more can be started.
+_MOST_THREADS = 1024
 _DESCRIPTION = """\
 Measure speed, size, error and memory of compressors on this machine.
 
@@ -122,12 +124,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_for_plan(arguments)
     try:
         settings = _settings(arguments)
-        _check_outputs(arguments)
         from thinwire.bench.run import prepare, shown
         from thinwire.bench.run import run as measure
 
         plan = prepare(settings)
-        with shown(plan.num_steps) as tick:
+        with _outputs(arguments), shown(plan.num_steps) as tick:
             report = measure(plan, tick)
     except (BenchSettingError, MissingExtraError) as error:
         return complain("bench", error)
@@ -152,10 +153,9 @@ def _run_for_plan(arguments: argparse.Namespace) -> int:
                 raise BenchSettingError(f"--for-plan has its own tensors, so not with --{name}")
         specs = tuple(dict.fromkeys([*SPECS, *(_words(arguments.specs, ";") or ())]))
         _settings(arguments)
-        _check_outputs(arguments)
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
-        with shown(num_ticks(specs, arguments.rounds)) as tick:
+        with _outputs(arguments), shown(num_ticks(specs, arguments.rounds)) as tick:
             table = measure_codecs(specs, arguments.rounds, tick)
     except (BenchSettingError, TypeError, ValueError) as error:
         return complain("bench", error)
@@ -173,6 +173,10 @@ def _settings(arguments: argparse.Namespace) -> BenchSettings:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise BenchSettingError(f"--{name} must be at least 1, got {value}")
+    if arguments.threads is not None and arguments.threads > _MOST_THREADS:
+        raise BenchSettingError(
+            f"--threads must be at most {_MOST_THREADS}, got {arguments.threads}"
+        )
     if arguments.input is not None and (arguments.size or arguments.data):
         raise BenchSettingError("--size and --data are for generated tensors, so not with --input")
     kinds = _words(arguments.data, ",") or tuple(DATA)
@@ -199,8 +203,8 @@ def _words(texts: list[str] | None, separator: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word for word in words if word))
 
 
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Before minutes of work, see that its result can be written."""
+def _outputs(arguments: argparse.Namespace) -> ExitStack:
+    """Before minutes of work, see that its results can be written: see `reserve`."""
     plot: Path | None = arguments.plot
     if plot is not None:
         if plot.suffix not in (".png", ".html"):
@@ -215,8 +219,10 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BenchSettingError(f"cannot write {path}: {error.strerror}") from None
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise BenchSettingError(f"cannot write {path}: not a file, or no permission")
+    try:
+        return reserve(plot, arguments.out)
+    except ValueError as error:
+        raise BenchSettingError(str(error)) from None
 
 
 def _show(report: "BenchReport", arguments: argparse.Namespace) -> None:

@@ -10,7 +10,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.parsing import INTERRUPTED, Commands, add_distance, add_folder, complain, patient
+from thinwire.cli.parsing import (
+    INTERRUPTED,
+    Commands,
+    add_distance,
+    add_folder,
+    complain,
+    ended_gently,
+    patient,
+)
 from thinwire.compare.settings import (
     BASELINE,
     EVALUATIONS,
@@ -75,7 +83,8 @@ examples:
   thinwire compare --workload train.py --hosts 2 --link 50mbit -- --epochs 1
 
 Exit code: 0; 1 if a method that was asked for failed or diverged; 2 for wrong
-arguments; 130 after Ctrl-C, with a report of what was done until then.
+arguments; 130 after Ctrl-C, SIGTERM or SIGHUP, with a report of what was done
+until then.
 """
 
 
@@ -195,27 +204,33 @@ def run(arguments: argparse.Namespace) -> int:
     from thinwire.errors import MissingExtraError
     from thinwire.lab import LabError
 
-    try:
-        settings = _settings(arguments)
-        check_output(arguments.out)
-        from thinwire.report import require_matplotlib
+    with ended_gently():
+        try:
+            settings = _settings(arguments)
+            from thinwire.report import require_matplotlib
 
-        require_matplotlib("thinwire compare")
-        document, code = compare(settings, shlex.join(["thinwire", *arguments.argv]))
-    except (ComparisonSettingError, MissingExtraError, LabError) as error:
-        return complain("compare", error)
-    with patient():
-        show(document, arguments.out)
+            require_matplotlib("thinwire compare")
+            command = shlex.join(["thinwire", *arguments.argv])
+            document, code = compare(settings, command, arguments.out)
+        except (ComparisonSettingError, MissingExtraError, LabError) as error:
+            return complain("compare", error)
+        with patient():
+            show(document, arguments.out)
     if document.interrupted:
         print("thinwire compare: interrupted", file=sys.stderr)
     return code
 
 
-def compare(settings: ComparisonSettings, command: str) -> "tuple[Document, int]":
-    """Carry out a comparison, showing how far it is; what came out, and the exit code for it."""
+def compare(settings: ComparisonSettings, command: str, folder: Path) -> "tuple[Document, int]":
+    """Carry out a comparison, showing how far it is; what came out, and the exit code for it.
+
+    Args:
+        folder: where its report will be written.
+    """
     from thinwire.compare.run import Comparison, shown
 
     comparison = Comparison(settings)
+    _check_output(folder)
     with shown(comparison.methods, len(settings.seeds)) as watcher:
         document = comparison.run(watcher, command)
     if document.interrupted:
@@ -243,8 +258,10 @@ def _settings(arguments: argparse.Namespace) -> ComparisonSettings:
         value = getattr(arguments, name)
         if value is not None and not value > 0:
             raise ComparisonSettingError(f"--{name} must be more than 0, got {value}")
-    if arguments.seconds == math.inf:
-        raise ComparisonSettingError("--seconds must be finite, got inf")
+    for name in ("seconds", "target"):
+        value = getattr(arguments, name)
+        if value is not None and not math.isfinite(value):
+            raise ComparisonSettingError(f"--{name} must be finite, got {value}")
     methods = tuple(m for text in arguments.methods or [] for m in split(text))
     if arguments.methods is not None and not methods:
         raise ComparisonSettingError("--with names no method")
@@ -321,7 +338,7 @@ def _links(arguments: argparse.Namespace) -> tuple[int, tuple[str, ...]]:
             )
         hosts = len(rates)
     else:
-        rates = [arguments.link or LINK] * hosts
+        rates = [LINK if arguments.link is None else arguments.link] * hosts
     if hosts < 2:
         raise ComparisonSettingError("--hosts must be at least 2: one host has nobody to send to")
     if (arguments.inter is None) != (arguments.racks == 1):
@@ -361,7 +378,7 @@ def _sweep(arguments: argparse.Namespace, script: bool) -> tuple[str, ...]:
     return tuple(dict.fromkeys(rates))
 
 
-def check_output(folder: Path) -> None:
+def _check_output(folder: Path) -> None:
     """Before minutes of work, see that its result can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,15 @@ import math
 import shlex
 import sys
 
-from thinwire.cli.compare import check_output, compare, show
-from thinwire.cli.parsing import INTERRUPTED, Commands, add_folder, complain, patient
+from thinwire.cli.compare import compare, show
+from thinwire.cli.parsing import (
+    INTERRUPTED,
+    Commands,
+    add_folder,
+    complain,
+    ended_gently,
+    patient,
+)
 from thinwire.compare.settings import BASELINE, HOSTS, ComparisonSettingError, ComparisonSettings
 
 LINK, SECONDS = "30mbit", 10.0
@@ -60,7 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
             parse_rate(arguments.link)
         except ValueError as error:
             raise ComparisonSettingError(f"--link: {error}") from None
-        check_output(arguments.out)
         require_matplotlib("thinwire demo")
         for number, (name, (title, methods)) in enumerate(PARTS.items(), 1):
             print(f"{number} of {len(PARTS)}: {title}", file=sys.stderr, flush=True)
@@ -72,9 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
                 steps=None,
                 seconds=arguments.seconds,
             )
-            document, code = compare(settings, command)
-            with patient():
-                show(document, arguments.out / name)
+            with ended_gently():
+                document, code = compare(settings, command, arguments.out / name)
+                with patient():
+                    show(document, arguments.out / name)
             parts.append(DemoPart(title, name, document))
             codes.append(code)
             if document.interrupted:

@@ -206,7 +206,8 @@ def _links(arguments: argparse.Namespace) -> list[str]:
         except OSError as error:
             raise ValueError(f"cannot read {arguments.links}: {error.strerror}") from None
     else:
-        rates = [rate.strip() for rate in (arguments.link or "100mbit").split(",")]
+        given = "100mbit" if arguments.link is None else arguments.link
+        rates = [rate.strip() for rate in given.split(",")]
         option = "--link has"
         for rate in rates:
             parse_link(rate)

@@ -1,7 +1,9 @@
-"""What all commands share: a parser that reports a mistake in one line, and a patient Ctrl-C."""
+"""What all commands share: a parser that reports a mistake in one line, files that can be written
+in the end, and a patient Ctrl-C."""
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -73,17 +75,82 @@ def complain(command: str, error: Exception) -> int:
     return 2
 
 
+def reserve(*paths: Path | None) -> contextlib.ExitStack:
+    """Before minutes of work, see that its results can be written. Raises ValueError.
+
+    Returns what removes the files that were made for that, when it is closed and nothing has come.
+    """
+    made = contextlib.ExitStack()
+    for path in paths:
+        if path is None or (path.exists() and not (path.is_file() or path.is_dir())):
+            continue  # a pipe has a reader, whom this would tell that all has come
+        new = not path.exists()
+        try:
+            path.open("a").close()
+        except OSError as error:
+            made.close()
+            raise ValueError(f"cannot write {path}: {error.strerror}") from None
+        if new:
+            made.callback(_remove_empty, path)
+    return made
+
+
+def _remove_empty(path: Path) -> None:
+    if path.is_file() and not path.stat().st_size:
+        path.unlink()
+
+
+# Of them Windows has not all.
+_ENDINGS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
+
+
 @contextlib.contextmanager
 def patient() -> Iterator[None]:
-    """Let Ctrl-C wait until the block is done, so that a result that took minutes is not lost."""
+    """Let Ctrl-C wait until the block is done, so that a result that took minutes is not lost, and
+    other signals that count as it (`ended_gently`)."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
         return
     pressed = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    taken = {each: handler for each in _ENDINGS if callable(handler := signal.getsignal(each))}
+    for each in taken:
+        signal.signal(each, lambda *_: pressed.set())
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in taken.items():
+            signal.signal(each, handler)
     if pressed.is_set():
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ended_gently() -> Iterator[None]:
+    """While the block lasts SIGTERM, and SIGHUP of a terminal that is closed, count as Ctrl-C.
+
+    What is printed to a terminal that has gone would fail, so it is printed to nowhere.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    terminals = [each for each in (1, 2) if os.isatty(each)]
+
+    def end(number: int, _: object) -> None:
+        if number != signal.SIGTERM:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for each in terminals:
+                os.dup2(nowhere, each)
+            os.close(nowhere)
+        raise KeyboardInterrupt
+
+    # Not what somebody ignores, as nohup does.
+    taken = [each for each in _ENDINGS if signal.getsignal(each) is signal.SIG_DFL]
+    for each in taken:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in taken:
+            signal.signal(each, signal.SIG_DFL)

@@ -33,6 +33,8 @@ docs/plan.md says how the figures come about and how far they can be trusted.
 """
 _HOSTS, _LINK = 4, "1gbit"
 _PATIENCE = 120.0
+# Elements from which on a prediction takes long enough to say so, and that it can be asked of.
+_LARGE, _MOST = 10**11, 10**13
 
 
 def add(commands: Commands) -> None:
@@ -124,16 +126,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         table = _table(arguments)
-        model, step = _model(arguments)
-        setting = _setting(arguments, table, model, step)
+        _check_model(arguments)
         texts = METHODS if arguments.methods is None else _words(arguments.methods)
         methods = [read_method(text) for text in texts]
-        if setting.parallel == "fsdp" and arguments.methods is None:
+        if arguments.parallel == "fsdp" and arguments.methods is None:
             methods = [each for each in methods if not each.every and not _is_joint(each)]
-        predictions = predict(methods, setting)
-        document = document_of(predictions, setting, _asked(arguments))
+        setting = _setting(arguments, table)
         if arguments.html is not None:
             _write_page(arguments.html, setting, methods)
+        if setting.model.parameters > _LARGE:
+            print("predicting, every bucket of it ...", file=sys.stderr, flush=True)
+        predictions = predict(methods, setting)
+        document = document_of(predictions, setting, _asked(arguments))
     except (OSError, TypeError, ValueError) as error:
         return complain("plan", error)
     if arguments.json:
@@ -159,11 +163,8 @@ def _table(arguments: argparse.Namespace) -> "CodecTable":
     return table.shared(arguments.hosts * arguments.ranks_per_host, arguments.shared_cores)
 
 
-def _model(arguments: argparse.Namespace) -> "tuple[Model, float | None]":
-    """The model, and its step if that was measured."""
-    from thinwire.formatting import read_count
-    from thinwire.plan.sizes import UniformModel, read_layers
-
+def _check_model(arguments: argparse.Namespace) -> None:
+    """Refuse more than one model or none, and what does not go with it."""
     names = ("parameters", "layers", "script", "workload")
     given = [name for name in names if getattr(arguments, name) is not None]
     if len(given) != 1:
@@ -171,17 +172,27 @@ def _model(arguments: argparse.Namespace) -> "tuple[Model, float | None]":
         raise ValueError(f"give one of {', '.join(f'--{n}' for n in names)}, got {found}")
     if arguments.arguments and arguments.script is None:
         raise ValueError(f"unexpected {arguments.arguments[0]!r}: only --script takes arguments")
+    if arguments.script is not None and not arguments.script.is_file():
+        raise ValueError(f"--script: {arguments.script} is no file")
+
+
+def _model(arguments: argparse.Namespace) -> "tuple[Model, float | None]":
+    """The model, and its step if that was measured."""
+    from thinwire.formatting import read_count
+    from thinwire.plan.sizes import UniformModel, read_layers
+
     if arguments.parameters is not None:
         count = read_count(arguments.parameters)
-        if count < 1:
-            raise ValueError(f"--parameters must be at least 1, got {arguments.parameters}")
+        if not 1 <= count <= _MOST:
+            raise ValueError(
+                f"--parameters must be at least 1 and at most {_MOST // 10**9}G, got "
+                f"{arguments.parameters}"
+            )
         return UniformModel(count), None
     if arguments.layers is not None:
         return read_layers(arguments.layers), None
     from thinwire.bench.profile import profile_script, profile_workload
 
-    if arguments.script is not None and not arguments.script.is_file():
-        raise ValueError(f"--script: {arguments.script} is no file")
     print("measuring a step on this machine, alone ...", file=sys.stderr, flush=True)
     if arguments.workload is not None:
         profile = profile_workload(arguments.workload)
@@ -190,9 +201,8 @@ def _model(arguments: argparse.Namespace) -> "tuple[Model, float | None]":
     return profile.model, profile.seconds
 
 
-def _setting(
-    arguments: argparse.Namespace, table: "CodecTable", model: "Model", measured: float | None
-) -> "Setting":
+def _setting(arguments: argparse.Namespace, table: "CodecTable") -> "Setting":
+    """What was asked for; the model comes last, as it may have to be measured."""
     from thinwire.collectives.costs import Interconnect
     from thinwire.compressors import JointCompressor, compressor_of
     from thinwire.plan.predict import PRICE, Setting
@@ -210,14 +220,20 @@ def _setting(
         raise ValueError("--racks and --inter belong together: give both or none")
     if arguments.weights is not None and arguments.parallel != "fsdp":
         raise ValueError("--weights is for --parallel fsdp")
+    if arguments.nodes and arguments.parallel == "fsdp":
+        raise ValueError(
+            "--nodes is for --parallel ddp: gradients of fsdp are scattered, not averaged on all "
+            "ranks, and attach(nodes=...) refuses them"
+        )
     weights = None if arguments.weights is None else compressor_of(arguments.weights)
     if isinstance(weights, JointCompressor):
         raise ValueError(
             f"{weights} does not go with --weights: give a compressor that each rank applies by "
             "itself, such as quantize:8"
         )
-    step = measured if arguments.step is None else read_seconds(arguments.step)
-    if not step:
+    step = None if arguments.step is None else read_seconds(arguments.step)
+    measures = arguments.script is not None or arguments.workload is not None
+    if step == 0 or (step is None and not measures):
         raise ValueError("--step must say how long a step computes, such as 0.8s")
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise ValueError(f"--price must be a finite number from 0, got {arguments.price}")
@@ -234,11 +250,14 @@ def _setting(
         trees=arguments.backend == "nccl",
         meeting=table.meeting,
     )
+    model, measured = _model(arguments)
+    seconds = measured if step is None else step
+    assert seconds
     return Setting(
         model,
         network,
         table,
-        step,
+        seconds,
         arguments.parallel,
         arguments.nodes,
         weights,

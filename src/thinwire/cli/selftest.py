@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.parsing import INTERRUPTED, Commands, complain
+from thinwire.cli.parsing import INTERRUPTED, Commands, complain, reserve
 
 if TYPE_CHECKING:
     import torch
@@ -64,12 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         settings = SelftestSettings(_device(arguments.device), tuple(arguments.only))
-        if arguments.out is not None:
-            arguments.out.touch()  # before minutes of work
-    except (ValueError, OSError) as error:
+        outputs = reserve(arguments.out)
+    except ValueError as error:
         return complain("selftest", error)
     try:
-        with shown(settings.num_steps) as tick:
+        with outputs, shown(settings.num_steps) as tick:
             report = test(settings, tick)
     except KeyboardInterrupt:
         print("thinwire selftest: interrupted", file=sys.stderr)

@@ -674,9 +674,13 @@ def overlapped_step(
     # Of plain ones: the last has ended, the last but one has, the link is free.
     ended = before = link = last = 0.0
     encode = moving = decode = sent = egress = 0.0
+    known: dict[tuple[Coding, float, bool], ExchangeCost] = {}  # most buckets are alike
     for number, (coding, numel, ready) in enumerate(exchanges):
         cold = number == 0 and compute > IDLE
-        cost = exchange_cost(coding, numel, network, nodes, cold)
+        cost = known.get((coding, numel, cold))
+        if cost is None:
+            cost = exchange_cost(coding, numel, network, nodes, cold)
+            known[coding, numel, cold] = cost
         arrived = ready * compute + late
         if coding.kind == "plain":
             began, before = max(arrived, before), ended
@@ -753,14 +757,15 @@ def _in_one_or_slices(
 
 
 def scatter_rows(network: Interconnect, coding: Coding, numel: float) -> ExchangeCost:
-    """A reduce-scatter: each rank gets the sum of its row. gloo has none, and all-reduces."""
-    p = network.ranks
+    """A reduce-scatter: each rank gets the sum of its row. gloo has none, and all-reduces; NCCL's
+    goes around a ring."""
+    p, message = network.ranks, coding.frame * numel
     if p == 1:
         return NO_EXCHANGE
     if coding.kind == "plain":
-        found = plain_sum(network, coding.frame * numel)
-        return _cost(coding.exchange, 0.0, found, 0.0, 0.0)
-    slices, message = slices_of(coding, "swap", numel, p), coding.frame * numel
+        one = ring(network, p - 1, message / p) if network.trees else plain_sum(network, message)
+        return _cost(coding.exchange, 0.0, one, 0.0, 0.0)
+    slices = slices_of(coding, "swap", numel, p)
     found = _in_one_or_slices("swap", swap, network, message, slices)
     encode = (coding.call + coding.encode * numel) * (p - 1) / p
     decode = (p - 1) * (coding.call + coding.add * numel / p)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NEAR = 0.02  # of the baseline's final loss: as near counts as there, for the baseline too
 CLOSE = 0.01  # of the baseline's metric: what a method may cost and still be recommended
-_BLOWN_UP = 3.0  # a loss so many times that of the start has diverged
+_BLOWN_UP = 2.0  # a loss that has risen by so many times that of the start has diverged
 _WORTH = 1.1  # times faster: less is noise
 
 
@@ -181,7 +181,7 @@ def has_diverged(run: TrainingRun) -> bool:
     losses = run.finite_losses
     if losses is None or run.final_loss is None:
         return True
-    return run.final_loss > _BLOWN_UP * max(losses[0], 1e-6)
+    return run.final_loss - losses[0] > _BLOWN_UP * max(abs(losses[0]), 1e-6)
 
 
 def time_to(run: TrainingRun, loss: float) -> float | None:
@@ -256,9 +256,13 @@ def _to_target(
 
     The baseline's own time is taken in the same way. None unless all runs get there.
     """
+
+    def near(end: float) -> float:
+        return end + NEAR * abs(end)  # above it also where losses are below zero
+
     ends = {run.seed: loss if run.final_loss is None else run.final_loss for run in base}
-    theirs = [time_to(run, (1 + NEAR) * ends[run.seed]) for run in base]
-    ours = [time_to(run, (1 + NEAR) * ends.get(run.seed, loss)) for run in runs]
+    theirs = [time_to(run, near(ends[run.seed])) for run in base]
+    ours = [time_to(run, near(ends.get(run.seed, loss))) for run in runs]
     reached = [seconds for seconds in ours if seconds is not None]
     whole = [seconds for seconds in theirs if seconds is not None]
     if len(reached) < len(runs) or not whole:

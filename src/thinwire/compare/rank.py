@@ -38,11 +38,6 @@ if TYPE_CHECKING:
 
 START_SECONDS = 60.0  # for a rank to import torch and find the others, on top of the patience
 _MARK = "@thinwire "  # what a script prints is not taken for an event
-# Of `LocalSteps`, what a method has settings of its own for.
-_ROUNDS = (
-    *("every", "outer", "warmup", "fragments", "overlap", "mixing", "keep", "average"),
-    *("feedback", "min_numel"),
-)
 
 
 # What goes to a rank
@@ -375,6 +370,7 @@ class _ScriptObserver:
     ) -> Any:
         """In place of `LocalSteps`, as a script calls it."""
         from thinwire.compare.training import NoLocalSteps, ScriptLocalSteps
+        from thinwire.methods import LocalRecipe, Recipe
         from thinwire.torch_internals import uncompiled
 
         if self._method.kind not in ("local", "script"):
@@ -382,7 +378,12 @@ class _ScriptObserver:
         if self._method.kind == "local":
             self._detach(uncompiled(model))
             compressor = self._method.name
-            options = {key: value for key, value in options.items() if key not in _ROUNDS}
+            # What a method has settings of its own for.
+            own = {each.name for each in fields(LocalRecipe)} - {
+                each.name for each in fields(Recipe)
+            }
+            left_out = own | {"feedback"}
+            options = {key: value for key, value in options.items() if key not in left_out}
         local = ScriptLocalSteps(self._meter, model, optimizer, compressor, **options)
         self._wires[id(uncompiled(model))] = local
         return local

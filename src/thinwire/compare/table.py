@@ -37,7 +37,7 @@ def print_document(document: "Document", console: "Console") -> None:
         TableColumn("method", bold=True),
         *(TableColumn(f, right=True) for f in figures),
     ]
-    rows = [_cells(method, settings.metric is not None) for method in document.methods]
+    rows = [_cells(method, document) for method in document.methods]
     console.print(Text(f"\n{settings.workload}", "bold"))
     title = f"{plural(settings.hosts, 'host')}, {links}{projected}, {seeds}"
     if settings.weights:
@@ -53,18 +53,22 @@ def print_document(document: "Document", console: "Console") -> None:
     console.print(Text(f"\n{document.verdict}", "bold"))
 
 
-def _cells(method: "MethodResult", has_metric: bool) -> list[str]:
+def _cells(method: "MethodResult", document: "Document") -> list[str]:
     summary = method.summary
     if summary is None:
         return [method.name, "failed" if method.error else "not run"]
+    has_metric = document.settings.metric is not None
     value = summary.final_metric if has_metric else summary.final_loss
     reached, sent = summary.to_target, summary.megabytes_a_step
+    target = NOTHING
+    if document.target_loss is not None:
+        target = show_seconds(reached.seconds) if reached else "not reached"
     return [
         method.name,
         f"{value.mean:.2f}" if value else NOTHING,
         show_seconds(summary.step_seconds),
         show_ratio(summary.step_speedup),
-        show_seconds(reached.seconds) if reached else "not reached",
+        target,
         show_ratio(reached.speedup) if reached else NOTHING,
         show_bytes(None if sent is None else 1e6 * sent),
         show_ratio(summary.fewer_bytes),

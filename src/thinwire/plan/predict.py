@@ -24,7 +24,8 @@ from thinwire.formatting import show_rate, show_ratio, show_seconds
 from thinwire.methods import LocalRecipe, method_of
 from thinwire.parallel.optimizers import objection
 from thinwire.plan.sizes import Model
-from thinwire.policies.base import Policy, policy_of
+from thinwire.policies import Fixed, Policy, Progressive, Ramp, Warmup
+from thinwire.policies.base import policy_of
 from thinwire.policies.codecs import CodecTable
 
 PLAIN = "ddp"
@@ -45,7 +46,7 @@ SHARDING = 0.7
 WORTH = 1.05  # times faster: less is within the error of the model
 # Bits per second between which a break-even is looked for.
 SLOWEST, FASTEST = 1e4, 1e13
-HALVINGS = 60  # of that interval
+HALVINGS = 30  # of that interval: to a millionth
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class PlannedMethod:
 
 
 def read_method(text: str) -> PlannedMethod:
-    """The method of a name: "ddp", a compressor, a policy with one, a method by name.
+    """The method of a name: "ddp", a compressor, a schedule that ends at one, a method by name.
 
     Raises ValueError.
     """
@@ -93,10 +94,14 @@ def read_method(text: str) -> PlannedMethod:
         return _of_gradients(name, recipe.policy, recipe.feedback)
     chosen, _, remembered = name.partition("+")
     policy = policy_of(chosen)
-    if set(policy.under_adam) - set(policy.compressors):  # it goes by the optimizer: `auto`
+    last = policy
+    while isinstance(last, Warmup):
+        last = last.then
+    # Others go by the tensor, or by what training comes to: no one compressor says what they send.
+    if not isinstance(last, Fixed | Ramp | Progressive):
         raise ValueError(
-            f"{chosen!r} chooses as it trains: plan with what it chooses from instead, such as "
-            "quantize:4 or topk:0.01|quantize:4"
+            f"{chosen!r} chooses for each tensor, or as it trains: plan with what it chooses from "
+            "instead, such as quantize:4 or topk:0.01|quantize:4"
         )
     return _of_gradients(name, policy, feedback_for(policy.main, remembered or "auto"))
 
@@ -175,23 +180,42 @@ class Prediction:
         }
 
 
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step with a method, at any rate of the links."""
+
+    method: PlannedMethod
+    gathers: Sequence[Due]  # of FSDP's parameters
+    exchanges: Sequence[Due]
+
+    @classmethod
+    def of(cls, method: PlannedMethod, setting: Setting) -> "PlannedStep":
+        model, compressor, table = setting.model, method.compressor, setting.table
+        if setting.parallel == "fsdp":
+            return cls(method, *_sharded(method, setting))
+        if method.plain:
+            return cls(method, (), model.plain())
+        if method.every:
+            return cls(method, (), model.fragment(compressor, table, method.fragments))
+        return cls(method, (), model.compressed(compressor, table, setting.network.ranks))
+
+    def cost(self, setting: Setting) -> StepCost:
+        method, network, compute = self.method, setting.network, setting.compute
+        if setting.parallel == "fsdp":
+            return waiting_step(self.gathers, self.exchanges, network, compute)
+        nodes = setting.nodes and not method.plain
+        if method.every:
+            rounds = method.every, method.fragments, method.overlap
+            return local_step(self.exchanges, network, compute, *rounds, nodes)
+        return overlapped_step(self.exchanges, network, compute, setting.busy, nodes)
+
+
 def step_of(method: PlannedMethod, setting: Setting) -> StepCost:
     """A step with a method."""
-    network, compute = setting.network, setting.compute
-    if setting.parallel == "fsdp":
-        return _sharded_step(method, setting)
-    if method.plain:
-        return overlapped_step(setting.model.plain(), network, compute, setting.busy)
-    if method.every:
-        due = setting.model.fragment(method.compressor, setting.table, method.fragments)
-        return local_step(
-            due, network, compute, method.every, method.fragments, method.overlap, setting.nodes
-        )
-    due = setting.model.compressed(method.compressor, setting.table, network.ranks)
-    return overlapped_step(due, network, compute, setting.busy, setting.nodes)
+    return PlannedStep.of(method, setting).cost(setting)
 
 
-def _sharded_step(method: PlannedMethod, setting: Setting) -> StepCost:
+def _sharded(method: PlannedMethod, setting: Setting) -> tuple[list[Due], list[Due]]:
     """FSDP gathers each module twice, and sums its gradients; with `weights` it gathers once."""
     modules = setting.model.modules()
     plain = Coding("plain", exchange=SHARDING * setting.table.exchange)
@@ -204,8 +228,7 @@ def _sharded_step(method: PlannedMethod, setting: Setting) -> StepCost:
         weights = plain if setting.weights is None else setting.table.coding(setting.weights)
     times = 2 if weights.kind == "plain" else 1
     gathers = [Due(weights, numel, 0.0) for numel in modules] * times
-    scatters = [Due(coding, numel, 1.0) for numel in modules]
-    return waiting_step(gathers, scatters, setting.network, setting.compute)
+    return gathers, [Due(coding, numel, 1.0) for numel in modules]
 
 
 def break_even(method: PlannedMethod, setting: Setting) -> float:
@@ -214,11 +237,12 @@ def break_even(method: PlannedMethod, setting: Setting) -> float:
     Seen from the link of the setting: the first such rate above it if the method pays there, else
     the one below it from which on down it does.
     """
-    plain = PlannedMethod(setting.parallel, plain=True)
+    plain = PlannedStep.of(PlannedMethod(setting.parallel, plain=True), setting)
+    own = PlannedStep.of(method, setting)
 
     def pays(bits: float) -> bool:
         there = setting.at(bits / 8)
-        return step_of(method, there).seconds < step_of(plain, there).seconds
+        return own.cost(there).seconds < plain.cost(there).seconds
 
     here = 8 * setting.network.rate
     if pays(here):

@@ -1,6 +1,7 @@
 """Compression as strong as a validation metric bears."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -144,10 +145,13 @@ class _Watching(Chooser):
             return
         sign = 1.0 if self._policy.higher else -1.0
         value = sum(values) / len(values)
-        self._best = value if self._best is None else sign * max(sign * value, sign * self._best)
+        # A training that broke down says so in either direction, and sets no mark.
+        known = math.isfinite(value)
+        if known and (self._best is None or sign * value > sign * self._best):
+            self._best = value
         wanted = self._target_at(step)
         self._value, self._wanted = value, wanted
-        ahead, band = sign * (value - wanted), self._policy.band
+        ahead, band = (sign * (value - wanted) if known else math.nan), self._policy.band
         on_track = ahead >= 0 or (self._curve is None and ahead >= -0.5 * band)
         self._reached = self._reached + 1 if on_track else 0
         if self._reached == IN_A_ROW:
@@ -165,8 +169,7 @@ class _Watching(Chooser):
 
     def _target_at(self, step: int) -> float:
         if self._curve is None:
-            assert self._best is not None
-            return self._best
+            return math.nan if self._best is None else self._best
         before = [pair for pair in self._curve if pair[0] <= step]
         after = [pair for pair in self._curve if pair[0] > step]
         if not before or not after:
@@ -177,7 +180,7 @@ class _Watching(Chooser):
     def explain(self) -> list[str]:
         words = how(self._rungs[self._rung])
         if self._best is None:
-            return [f"Tensors are sent {words} until wire.observe(value) tells of a validation."]
+            return [f"Tensors are sent {words} until wire.observe(value) tells a finite one."]
         return [
             f"Tensors are sent {words}: the last value was {self._value:.4g}, wanted is "
             f"{self._wanted:.4g} within {self._policy.band:g}."

@@ -260,7 +260,7 @@ def table_of(name: str | None) -> CodecTable:
                 "nothing was measured on this machine yet: run thinwire bench --for-plan"
             )
         return read_table(measured_file())
-    if Path(name).suffix == ".json":
+    if Path(name).suffix == ".json" or Path(name).is_file():
         return read_table(Path(name))
     raise ValueError(
         f"unknown machine {name!r}, known: {', '.join(known)}, here, or a file that thinwire bench "

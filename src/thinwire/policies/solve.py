@@ -45,7 +45,7 @@ class Solve(Policy):
     Args:
         uniform: the setting to be as good as.
         error_budget: the error allowed, in that of `uniform`.
-        steps: of profiling.
+        steps: of profiling, from the fourth that it chooses for.
         candidates: compressors or their specs; by default `uniform` at other ratios or bits. In a
             spec, ``(onebit; quantize:8)``.
 
@@ -121,16 +121,23 @@ class Solving(Chooser):
         self._own: Array = np.zeros(shape)
         self._all: Array = np.zeros(shape)
         self._chosen: list[int] | None = None
+        self._first: int | None = None  # step that it chooses for, perhaps late in a training
+        self._looks = 0  # that all ranks have heard of
         self.num_reports = self._own.size
 
     def choose(self, tensor: TensorInfo, step: int) -> Choice:
+        if self._first is None:
+            self._first = step
         if self._chosen is None:
             return self._policy.uniform
         return self._choices[self._chosen[self._place[tensor.name]]]
 
     def watches(self, step: int) -> bool:
-        last = FIRST + self._policy.steps
-        return self._chosen is None and FIRST < step <= last and (last - step) % EVERY == 0
+        if self._first is None or self._chosen is not None:
+            return False
+        since = step - self._first + 1 - FIRST
+        # Without an end: a step that fails tells nothing, and another takes its place.
+        return since > 0 and (self._policy.steps - since) % EVERY == 0
 
     def due(self, step: int) -> bool:
         return self.watches(step)
@@ -155,7 +162,8 @@ class Solving(Chooser):
 
     def learn(self, step: int, rows: Sequence[Sequence[float]]) -> None:
         self._all += np.mean(np.array(rows), 0).reshape(self._all.shape)
-        if step < FIRST + self._policy.steps:
+        self._looks += 1
+        if EVERY * self._looks < self._policy.steps:
             return
         errors, sizes = self._all[..., 0], self._all[..., 1]
         budget = self._policy.error_budget * errors[:, 0].sum()
@@ -178,13 +186,15 @@ class Solving(Chooser):
 
     def state(self) -> list[float]:
         chosen = self._chosen or [-1] * len(self._tensors)
-        return [*map(float, chosen), *self._all.reshape(-1).tolist()]
+        known = (self._first or 0, self._looks, *chosen)
+        return [*map(float, known), *self._all.reshape(-1).tolist()]
 
     def load(self, state: Sequence[float]) -> None:
-        count = len(self._tensors)
-        chosen = [int(number) for number in state[:count]]
+        end = 2 + len(self._tensors)
+        self._first, self._looks = int(state[0]) or None, int(state[1])
+        chosen = [int(number) for number in state[2:end]]
         self._chosen = None if not chosen or chosen[0] < 0 else chosen
-        self._all = np.array(state[count:]).reshape(self._all.shape)
+        self._all = np.array(state[end:]).reshape(self._all.shape)
 
 
 def _with_payload(given: Any, field: str) -> LocalCompressor:

@@ -284,10 +284,10 @@ def links(document: Document) -> Picture | str:
     if len(points) < 2:
         return "Only one rate was tried."
     known = {name for point in points for name in point.seconds}
-    names = [method.name for method in document.methods if method.name in known]
+    look = looks(document)
+    names = [name for name in look if name in known]
     if not names:
         return "No step times at other rates are known."
-    look = looks(document)
     chosen = [look[name] for name in names]
 
     def draw(figure: Any) -> None:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from thinwire.collectives import choose, costs, message, order, stream, transport
 from thinwire.compressors import JointCompressor, PowerSGD
+from thinwire.formatting import show_count
 from thinwire.parallel import plan as buckets
 from thinwire.plan import predict, sizes
 from thinwire.plan.predict import PlannedMethod, Setting
@@ -21,7 +22,18 @@ from thinwire.policies.codecs import CodecTable
 from thinwire.report.figure import COLORS
 from thinwire.report.template import environment
 
-RANGE = (1e6, 1e12)  # bits per second that the curves span
+# What a slider reaches from and to, as powers of ten; curves span the rates. Farther for a setting
+# beyond it: the page opens with what was asked for.
+_SLIDERS = {
+    "rate": (6.0, 12.0),
+    "delay": (-5.0, -0.6),  # the lowest stands for none: others begin a decade above it
+    "hosts": (math.log10(2), 3.02),
+    "ranks_per_host": (0.0, math.log10(16)),
+    "parameters": (5.0, 10.5),
+    "step": (-3.0, 2.0),
+}
+# Buckets of more are too many for a browser that draws 49 steps of each method as a slider moves.
+MOST_PARAMETERS = 10**11
 _CONSTANTS = {
     costs: (
         *("FRAMING", "FIRST_WINDOW", "IDLE", "CROWDED", "PAIR", "HELD", "RINGS"),
@@ -77,6 +89,21 @@ def network_as_json(network: costs.Interconnect) -> dict[str, Any]:
     }
 
 
+def sliders_for(begin: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """What each slider reaches from and to: also what it begins with."""
+    found = dict(_SLIDERS)
+    for name, (low, high) in _SLIDERS.items():
+        if not begin[name]:
+            continue  # no delay
+        at, spare = math.log10(begin[name]), int(name == "delay")
+        if at < low + spare:
+            low = math.floor(at) - spare
+        if at > high:
+            high = math.ceil(at)
+        found[name] = (low, high)
+    return found
+
+
 def plan_page(setting: Setting, methods: Sequence[PlannedMethod]) -> str:
     """The page as HTML."""
     if setting.parallel != "ddp":
@@ -84,9 +111,23 @@ def plan_page(setting: Setting, methods: Sequence[PlannedMethod]) -> str:
     own = [PlannedMethod(predict.PLAIN, plain=True), *(m for m in methods if not m.plain)]
     if len(own) < 2:
         raise ValueError("--html needs a method besides plain DDP")
+    if setting.model.parameters > MOST_PARAMETERS:
+        raise ValueError(
+            f"--html draws at most {MOST_PARAMETERS // 10**9}G parameters, got "
+            f"{show_count(setting.model.parameters)}: leave it out, the tables go farther"
+        )
     steps = [predict.step_of(each, setting).seconds for each in own]
     able = [i for i, each in enumerate(own) if i and not each.every] or [1]
     network = setting.network
+    begin = {
+        "rate": 8 * network.rate,
+        "delay": network.delay,
+        "hosts": network.hosts,
+        "ranks_per_host": network.ranks_per_host,
+        "parameters": setting.model.parameters,
+        "step": setting.compute,
+    }
+    sliders = sliders_for(begin)
     data = {
         "constants": constants(),
         "methods": [described_method(each, setting.table) for each in own],
@@ -96,17 +137,10 @@ def plan_page(setting: Setting, methods: Sequence[PlannedMethod]) -> str:
         "price": setting.price,
         "worth": predict.WORTH,
         "colors": COLORS,
-        "range": RANGE,
+        "range": [10**power for power in sliders["rate"]],
         "chosen": min(able, key=steps.__getitem__),
         "nodes": setting.nodes,
-        "begin": {
-            "rate": 8 * network.rate,
-            "delay": network.delay,
-            "hosts": network.hosts,
-            "ranks_per_host": network.ranks_per_host,
-            "parameters": setting.model.parameters,
-            "step": setting.compute,
-        },
+        "begin": begin,
     }
     # Nothing in the text may end the element that it stands in.
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
@@ -116,6 +150,7 @@ def plan_page(setting: Setting, methods: Sequence[PlannedMethod]) -> str:
         .render(
             title="Will compression pay? thinwire plan",
             data=Markup(text),
+            sliders=sliders,
             table=setting.table,
             price=f"{setting.price:g}",
         )

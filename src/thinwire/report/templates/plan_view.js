@@ -18,20 +18,20 @@
   const showBytes = b => scaled(b, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]]);
   const showCount = n => n >= 1e9 ? `${three(n / 1e9)}G` : n >= 1e6 ? `${three(n / 1e6)}M` : n >= 1e3 ? `${three(n / 1e3)}k` : String(n);
 
-  // A slider's position is the logarithm of what it stands for; whole ones are rounded.
+  // A slider's position is the logarithm of what it stands for; whole ones are rounded, and the
+  // lowest of some stands for nothing.
   const sliders = {
-    rate: { show: showRate }, delay: { show: s => `${showSeconds(s)} one way`, zero: 1e-5 },
+    rate: { show: showRate }, delay: { show: s => `${showSeconds(s)} one way`, zero: true },
     hosts: { show: String, whole: true }, ranks_per_host: { show: String, whole: true },
     parameters: { show: showCount, whole: true }, step: { show: showSeconds },
   };
   const valueOf = name => {
     const { whole, zero } = sliders[name], raw = 10 ** Number($(name).value);
-    if (zero && raw <= zero * 1.0001) return 0;
+    if (zero && raw <= 10 ** Number($(name).min) * 1.0001) return 0;
     return whole ? Math.round(raw) : Number(raw.toPrecision(3));
   };
   function place(name, value) {
-    const { zero } = sliders[name];
-    $(name).value = Math.log10(zero ? Math.max(zero, value) : value);
+    $(name).value = value ? Math.log10(value) : $(name).min;
   }
   function settingNow() {
     const network = {
