@@ -399,6 +399,38 @@ def test_an_evaluation_comes_before_the_first_pass_of_ddp():
         assert left[0]
 
 
+def on_frozen_for_a_while(layers: int) -> tuple[bool, int, bool]:
+    """Some layers, or all, are not trained in a forward pass between two steps, as those of a
+    discriminator while its generator learns."""
+    model, wire = idle_model(Idle(every=3))
+    other = plain(copy.deepcopy(model.module))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
+    exact = True
+    for step in range(1, 20):
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            backward(each, step)
+            optimizer.step()
+            parts = [part for part in each.module if list(part.parameters())][:layers]
+            for part in parts:
+                part.requires_grad_(False)
+            x = batch(step).requires_grad_(layers == 3)
+            with torch.set_grad_enabled(layers == 3):
+                each(x).sum()
+            for part in parts:
+                part.requires_grad_(True)
+        exact = exact and all_same(gradients(model), gradients(other))
+    tw.check_replicas(model)
+    return exact, wire._reducer.ledger.steps_of_ddp, wire.step == 19
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_layers_that_are_not_trained_for_a_while_are_averaged_afterwards(layers):
+    for exact, count, counted in ranks.run(on_frozen_for_a_while, layers, ranks=2):
+        assert count > 0
+        assert exact
+        assert counted
+
+
 def on_unheard() -> tuple[list[int], list[int], str]:
     """A report is under way when rank 0 is interrupted in its forward pass. From a later one the
     policy cannot learn: backward passes tell of that, and no forward pass does."""

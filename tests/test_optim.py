@@ -911,6 +911,24 @@ def on_frozen_apart() -> bool:
     return True
 
 
+def test_zero_one_adam_takes_parameters_that_were_trained_without_the_others() -> None:
+    assert all(ranks.run(on_trained_apart, ranks=2))
+
+
+def on_trained_apart() -> bool:
+    params, me = parameters(), dist.get_rank()
+    settings = {"var_freeze_step": 4, "var_update_scaler": 100, "local_step_clipper": 1}
+    optimizer = make("ZeroOneAdam", params, **settings)
+    for step in range(1, 14):
+        params[0].requires_grad_(step > 7)
+        for p in params[1:]:
+            p.requires_grad_(step <= 7 or step > 9)
+        give(params, me, step)
+        optimizer.step()
+    tw.check_replicas(nn.ParameterList(params), timeout=TIMEOUT)
+    return optimizer.state[params[0]]["weight"] == 0.0
+
+
 def test_zero_one_adam_refuses_parameters_without_a_variance() -> None:
     """Thawed after the last update of the variance, though before it was frozen."""
     assert all(ranks.run(on_no_variance, ranks=1))

@@ -166,8 +166,10 @@ class ZeroOneAdam(ExchangingOptimizer):
         begun = any("weight" in slot.state for slot in slots)
         if step <= self._setting("var_freeze_step") and not begun:
             self._together(slots, step)
-        else:
-            self._apart(slots, step)
+            return
+        if any(slot.updates and "weight" not in slot.state for slot in slots):
+            self._begin()  # those that were trained without the others until now
+        self._apart(slots, step)
 
     def _together(self, slots: list[Slot], step: int) -> None:
         """A step of the first stage."""

@@ -47,7 +47,7 @@ from thinwire.policies.base import Measured
 from thinwire.reducer.unit import Unit
 from thinwire.reducer.units import UNCOMPRESSED
 from thinwire.telemetry import Parcel, Parts, parts_of, span
-from thinwire.torch_internals import queue_callback, register_hook, reset_ddp
+from thinwire.torch_internals import ignored_by_ddp, queue_callback, register_hook, reset_ddp
 
 log = logging.getLogger("thinwire")
 ATTRIBUTE = "_thinwire_hook"  # of a DDP module that has one
@@ -341,12 +341,26 @@ class DDPHook:
             and self._may_leave_out_hook
         ):
             assert self._hookless is not None
-            if idle:
-                self._hookless.begin()
-            else:
+            if not idle:
                 self._hookless.decide_later(self._hear_first)
-        else:
-            self._go_through_hook()
+                return
+            if self._hookless.next or self._would_reduce_the_same:
+                self._hookless.begin()
+                return
+        self._go_through_hook()
+
+    @property
+    def _would_reduce_the_same(self) -> bool:
+        """Whether a reducer that is made now has the parameters of the first: it takes those that
+        are trained at that moment, and somebody may have frozen some for a while."""
+        ddp = self._ddp()
+        ignored = set() if ddp is None else ignored_by_ddp(ddp)
+        trained = {
+            name
+            for name, parameter in self._everything.items()
+            if parameter.requires_grad and id(parameter) not in ignored
+        }
+        return trained == {name for names in self._layout for name in names}
 
     def _hear_first(self) -> None:
         """A forward pass begins, after a step in which ranks told each other their numbers."""

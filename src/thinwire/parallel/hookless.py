@@ -58,7 +58,8 @@ class HooklessPasses:
         return bool(self._removable)
 
     def begin(self) -> None:
-        """Have the next passes go without the hook."""
+        """Have the next passes go without the hook; unless they do already, all parameters that DDP
+        averages must be trained now."""
         ddp = self._ddp()
         if self.next or ddp is None or torch_internals.is_joining(ddp):
             self._decided()
@@ -69,7 +70,6 @@ class HooklessPasses:
                 reducers = _Reducers(ddp)
             setattr(ddp, ATTRIBUTE, reducers)
         reducers.plain.reducer.awaits = False  # of passes since `end`, which do not count here
-        torch_internals.use_reducer(ddp, reducers.plain)
         # The reducer holds the parameter where no garbage collector sees it: the hook must not hold
         # the reducer.
         passing = weakref.WeakMethod(self._passing)
@@ -83,6 +83,7 @@ class HooklessPasses:
             self._parameter.register_post_accumulate_grad_hook(note),
             ddp.register_forward_pre_hook(_Look(self._look)),
         ]
+        torch_internals.use_reducer(ddp, reducers.plain)
         self._decided()  # last: after Ctrl-C the next forward pass decides
 
     @property
