@@ -17,8 +17,7 @@ from thinwire.collectives.options import Options
 from thinwire.reducer.saved_state import required
 
 BUFFER = "(buffer) "  # before the name of a buffer
-FLAGS = "(buffers)"  # a tensor that says which buffers are not what they were
-CHANGED, REPLACED = 0, 1  # its rows
+FLAGS = "(buffers)"  # two rows that say which buffers have changed, and which were replaced
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
@@ -99,19 +98,21 @@ class ModelBuffers:
         if not names:
             return {}
         tensors = {}
-        flags = torch.zeros(2, len(self.names), device=device)
+        changed = [torch.zeros((), dtype=torch.bool, device=device)] * len(self.names)
+        replaced = [False] * len(self.names)
         for name in names:
             if name in self.apart:
                 continue
             own = self.find(name)
             if own is None:
-                flags[REPLACED, self._places[name]] = 1
+                replaced[self._places[name]] = True
             elif name not in self.sent:
-                flags[CHANGED, self._places[name]] = _differ(own, self.common[name])
+                changed[self._places[name]] = _differ(own, self.common[name]).to(device)
             if name in self.sent:  # the other ranks expect it
                 values = self.common[name] if own is None else own
                 tensors[BUFFER + name] = values.detach().clone()
-        return {**tensors, FLAGS: flags}
+        rows = torch.stack(changed), torch.tensor(replaced, device=device)
+        return {**tensors, FLAGS: torch.stack(rows).float()}
 
     def learn(self, averaged: Mapping[str, Tensor], size: int) -> tuple[set[str], set[str]]:
         """Which have changed, and which were replaced, on some rank; those not known before."""
