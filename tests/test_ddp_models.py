@@ -382,3 +382,28 @@ def test_parameters_that_ddp_ignores_are_left_alone():
         assert len(names) == 5
         assert replayed
         assert refused.startswith("ValueError: no parameter of this model is trained by DDP")
+
+
+def on_delayed() -> tuple[str, list[str], str]:
+    """DDP averages the gradient of a parameter by itself."""
+    model = net(seed=dist.get_rank())
+    delayed = {name: p for name, p in model.named_parameters() if name.startswith("4.")}
+    ddp = DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=list(delayed.items()),
+        param_to_hook_all_reduce=delayed["4.weight"],
+    )
+    before = raised(lambda: tw.check_replicas(ddp))
+    wire = tw.attach(ddp, "none")
+    names = sorted(wire._parameters)
+    wire.detach()
+    with torch.no_grad():
+        delayed["4.bias"].add_(dist.get_rank())
+    return before, names, raised(lambda: tw.check_replicas(ddp))
+
+
+def test_what_ddp_averages_by_itself_is_compared():
+    for before, names, after in ranks.run(on_delayed, ranks=2):
+        assert before == ""
+        assert names == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        assert "4.bias" in after

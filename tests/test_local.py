@@ -36,6 +36,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.errors import PeerError, ThinwireWarning
 from thinwire.methods import LocalRecipe, parse
+from thinwire.parallel import local as local_module
 from thinwire.parallel.buffers import FLAGS
 from thinwire.parallel.local import PROGRESS
 from thinwire.parallel.noise import NoiseGain
@@ -458,6 +459,60 @@ def test_what_is_not_trained_is_that_of_the_first_rank() -> None:
     assert ranks.run(on_untrained, ranks=2) == [["", wanted]] * 2
 
 
+class Ignored(nn.Module):
+    """A parameter and a buffer that are each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        own = dist.get_rank()
+        self.common, self.own = nn.Linear(20, 20), nn.Module()
+        self.own.expert = nn.Parameter(torch.full((3 + own,), float(own)))
+        self.own.register_buffer("place", torch.full((2,), own))
+        self.own.register_buffer("mean", torch.full((2 + own,), float(own)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.common(x) + self.own.expert.mean()
+        return y
+
+
+def on_ignored() -> list[Any]:
+    inner = Ignored()
+    told = ["own.expert", "own.place", "own.mean"]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, told)
+    model = nn.parallel.DistributedDataParallel(inner)
+    steps_taken, optimizer = local(
+        model, optimizer=torch.optim.SGD(inner.common.parameters(), lr=LR), every=2
+    )
+    with steps_taken:
+        go(model, optimizer, range(3))
+        inner.own.mean.add_(1.0)
+    own = [inner.own.expert.tolist(), inner.own.place.tolist(), inner.own.mean.tolist()]
+    return [own, raised(lambda: tw.check_replicas(model, buffers=True))]
+
+
+def test_what_ddp_was_told_to_ignore_stays_with_each_rank() -> None:
+    for own, found in enumerate(ranks.run(on_ignored, ranks=2)):
+        assert found == [[[own] * (3 + own), [own] * 2, [own + 1.0] * (2 + own)], ""]
+
+
+def on_steps_between() -> int:
+    model = net()
+    steps_taken, optimizer = local(model, every=100)
+    go(model, optimizer, range(1))
+    calls = []
+    listed = local_module._parameters
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_module, "_parameters", lambda o: calls.append(1) or listed(o))
+        go(model, optimizer, range(1, 5))
+    steps_taken.detach()
+    return len(calls)
+
+
+def test_steps_between_exchanges_do_not_look_at_each_parameter() -> None:
+    assert ranks.run(on_steps_between, ranks=2) == [0, 0]
+
+
 def on_thawed() -> dict[str, str]:
     model = net()
     model[0].requires_grad_(False)
@@ -620,6 +675,36 @@ def test_a_mask_that_is_changed_costs_one_round() -> None:
     assert ranks.run(on_broken_mask, ranks=2) == [wanted] * 2
 
 
+def on_range() -> dict[str, Any]:
+    """Only rank 0 ever sees what a range is of: that of the others stays infinite."""
+    model = net()
+    model.register_buffer("low", torch.full((2,), torch.inf))
+    steps_taken, optimizer = local(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(8):
+            if step and dist.get_rank() == 0:
+                model.low.clamp_(max=float(step))
+            go(model, optimizer, range(step, step + 1))
+    steps_taken.finish()
+    found = {
+        "texts": [str(w.message) for w in caught if w.category is ThinwireWarning],
+        "skipped": steps_taken.stats()["skipped_rounds"],
+        "low": model.low.tolist(),
+    }
+    steps_taken.detach()
+    return found
+
+
+def test_a_buffer_that_is_infinite_on_some_ranks_costs_one_round() -> None:
+    one, other = ranks.run(on_range, ranks=2)
+    assert (one["low"], other["low"]) == ([3.0] * 2, [torch.inf] * 2)
+    for found in (one, other):
+        (text,) = found["texts"]
+        assert "low held infinity before, too: not averaged any more" in text
+        assert found["skipped"] == 1
+
+
 def on_other_type() -> str:
     model = Mixed()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
@@ -705,6 +790,135 @@ def on_nodes(inner: str) -> dict[str, Any]:
 def test_nodes_do_not_round_buffers_and_flags(inner: str) -> None:
     wanted = {"exchanges": 1, "constant": True, "own": [1001.5], "skipped": 1}
     assert ranks.run(on_nodes, inner, ranks=4) == [wanted] * 4
+
+
+def on_first_change_skipped() -> dict[str, Any]:
+    """A mean moves for the first time in a round that is left out."""
+    model = Mixed()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
+    steps_taken, _ = local(model, optimizer=optimizer, every=2)
+    model.eval()
+    go(model, optimizer, range(4))
+    model.train()
+    go(model, optimizer, range(4, 5))
+    if dist.get_rank() == 1:
+        model.norm.running_mean[0] = torch.nan  # type: ignore[index]
+        model.first.bias.data[0] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        go(model, optimizer, range(5, 6))
+    found: dict[str, Any] = {"back": [t.tolist() for t in (model.norm.running_mean,)]}
+    go(model, optimizer, range(6, 8))
+    steps_taken.finish()
+    found["skipped"] = steps_taken.stats()["skipped_rounds"]
+    found["apart"] = buffers_apart(model)
+    steps_taken.detach()
+    return found
+
+
+def test_a_buffer_goes_back_with_the_round_in_which_it_first_changed() -> None:
+    for found in ranks.run(on_first_change_skipped, ranks=2):
+        assert found == {"back": [[0.0] * 20], "skipped": 1, "apart": ""}
+
+
+class Cached(nn.Module):
+    """Forward passes put something of another shape in a buffer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(20, 20)
+        self.register_buffer("cache", torch.zeros(1, 20))
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("angles", torch.arange(4.0).expand(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = x.detach()
+        y: Tensor = self.layer(x)
+        return y
+
+
+def on_early_state() -> dict[str, str]:
+    """Saved before the first step, by a rank that has replaced a buffer and one that has not."""
+    model = Cached()
+    steps_taken, _ = local(model, every=2)
+    model.count.fill_(7.0)
+    if dist.get_rank() == 1:
+        model(batch(0))
+    states = {
+        "own": copy.deepcopy(steps_taken.state_dict()),
+        "gathered": steps_taken.gathered_state_dict(everywhere=True),
+    }
+    each = copy.deepcopy(states["gathered"]["ranks"])
+    three = [{**each[min(i, 1)], "rank": i, "world_size": 3} for i in range(3)]
+    states["others"] = {"world_size": 3, "ranks": three}
+    steps_taken.detach()
+    found = {}
+    for name, state in states.items():
+        model = Cached()
+        steps_taken, optimizer = local(model, every=2)
+        found[name] = raised(lambda: steps_taken.load_state_dict(state))  # noqa: B023
+        found[f"{name} count"] = "" if model.count.tolist() == [7.0] * 3 else "other"
+        go(model, optimizer, range(2))
+        found[f"{name} end"] = raised(steps_taken.finish)
+        steps_taken.detach()
+    return found
+
+
+def test_a_state_from_before_the_first_step_needs_no_buffer_that_was_replaced() -> None:
+    for found in ranks.run(on_early_state, ranks=2):
+        assert set(found.values()) == {""}, found
+
+
+def on_constants_of_others() -> list[Any]:
+    """Constants that no mean of three brings back to the bit, an expanded one among them."""
+    model = Cached()
+    model.register_buffer("tenths", torch.arange(1, 2001, dtype=torch.float64) / 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    steps_taken, _ = local(model, optimizer=optimizer, every=2)
+    go(model, optimizer, range(3))
+    (own, _) = steps_taken.gathered_state_dict(everywhere=True)["ranks"]
+    steps_taken.detach()
+    three = [{**copy.deepcopy(own), "rank": rank, "world_size": 3} for rank in range(3)]
+    steps_taken, _ = local(model, optimizer=optimizer, every=2)
+    found = [
+        raised(lambda: steps_taken.load_state_dict({"world_size": 3, "ranks": three})),
+        torch.equal(model.tenths, torch.arange(1, 2001, dtype=torch.float64) / 10),
+    ]
+    go(model, optimizer, range(3, 6))
+    sent = [n for n in steps_taken.stats()["tensors"] if n.startswith("(buffer) ")]
+    steps_taken.detach()
+    return [*found, sent]
+
+
+def test_constants_stay_what_they_were_when_others_go_on() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ranks.run(on_constants_of_others, ranks=2) == [["", True, []]] * 2
+
+
+def on_other_kinds() -> list[Any]:
+    """Compressed as one, with a buffer in another type."""
+    model = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Linear(20, 20)).bfloat16()
+    model.register_buffer("count", torch.zeros(3, dtype=torch.float64))
+    steps_taken, optimizer = local(model, "topk:0.2", granularity="bucket", min_numel=0)
+    for step in range(4):
+        model.count.fill_(float(step // 2 * (1 + dist.get_rank())))
+        optimizer.zero_grad()
+        model(batch(step).bfloat16()).square().mean().backward()
+        optimizer.step()
+    steps_taken.finish()
+    found = [buffers_apart(model), model.count.tolist()]
+    steps_taken.detach()
+    model[2].double()
+    sgd = torch.optim.SGD(model.parameters(), lr=LR)
+    refused = raised(lambda: tw.LocalSteps(model, sgd, granularity="bucket"))
+    return [*found, refused.split(", got")[0], len(sgd._optimizer_step_post_hooks)]
+
+
+def test_buffers_of_any_type_go_with_parameters_that_are_compressed_as_one() -> None:
+    text = "ValueError: granularity='bucket': tensors of one type and device"
+    assert ranks.run(on_other_kinds, ranks=2) == [["", [1.5] * 3, text, 0]] * 2
 
 
 # DDP
@@ -1461,6 +1675,14 @@ def on_refused() -> dict[str, str]:
         followed.add_param_group({"params": [torch.zeros(3)]})
         followed.step()
 
+    def exchanged() -> None:
+        """Another in the place of one that was known: found with the next exchange."""
+        follower.zero_grad()
+        loss_of(follower, 0).backward()
+        followed.param_groups.pop()
+        followed.param_groups[0]["params"][0] = torch.zeros(3)
+        followed.step()
+
     calls: dict[str, Callable[[], object]] = {
         "fsdp": lambda: tw.LocalSteps(sharded, torch.optim.SGD(sharded.parameters(), lr=LR)),
         "wire": lambda: tw.LocalSteps(attached, torch.optim.SGD(attached.parameters(), lr=LR)),
@@ -1493,6 +1715,7 @@ def on_refused() -> dict[str, str]:
         "scaler": lambda: tw.LocalSteps(model, sgd, scaler=torch.amp.GradScaler),  # type: ignore[arg-type]
         "average": lambda: tw.LocalSteps(model, sgd, "topk:0.1", average="some"),
         "added": added,
+        "exchanged": exchanged,
     }
     found = {name: raised(call) for name, call in calls.items()}
     wire.detach()
@@ -1535,6 +1758,7 @@ def test_what_cannot_work_is_refused_with_a_reason() -> None:
         "scaler": "the class GradScaler",
         "average": "average must be",
         "added": "nobody would exchange them",
+        "exchanged": "nobody would exchange them",
     }
     for name, text in words.items():
         assert text in found[name], (name, found[name])

@@ -206,7 +206,8 @@ def register_hook(ddp: Any, state: object, hook: Callable[..., Any]) -> None:
 
 
 def ignored_by_ddp(ddp: Any) -> set[int]:
-    """The parameters that a DDP model was told to ignore, by their id: each rank has its own."""
+    """The parameters and buffers that a DDP model was told to ignore, by their id: each rank has
+    its own."""
     every, told = ddp.module.named_modules(), ddp.parameters_to_ignore
     kept = {
         id(parameter)
@@ -214,7 +215,15 @@ def ignored_by_ddp(ddp: Any) -> set[int]:
         for name, parameter in module.named_parameters(recurse=False)
         if f"{place}.{name}" not in told  # as DDP looks them up, the root's too
     }
-    return {id(parameter) for parameter in ddp.module.parameters()} - kept
+    parameters = {id(parameter) for parameter in ddp.module.parameters()} - kept
+    buffers = {id(buffer) for name, buffer in ddp.module.named_buffers() if name in told}
+    return (parameters | buffers) - delayed_by_ddp(ddp)
+
+
+def delayed_by_ddp(ddp: Any) -> set[int]:
+    """The parameters whose gradients a DDP model averages by itself, outside of its buckets
+    (`delay_all_reduce_named_params`); it lists them as ignored, too."""
+    return {id(parameter) for parameter in getattr(ddp, "_delay_all_reduce_params", ())}
 
 
 class BucketReducer(NamedTuple):
@@ -283,7 +292,7 @@ def may_have_two_reducers(ddp: Any) -> bool:
     return (
         not (ddp.find_unused_parameters or ddp.static_graph or ddp.gradient_as_bucket_view)
         and getattr(ddp, "mixed_precision", None) is None
-        and not getattr(ddp, "_delay_all_reduce_params", None)
+        and not delayed_by_ddp(ddp)
         and not any(hasattr(each, "_in_backward_optimizers") for each in parameters)
         and all(hasattr(ddp, each) for each in ("_ddp_init_helper", "_build_params_for_reducer"))
     )

@@ -15,7 +15,9 @@ from lightning_training import BATCHES, Net, data
 import thinwire as tw
 
 
-def fit(model: Net, callbacks: list[Any], folder: str, epochs: int = 1) -> str:
+def fit(
+    model: Net, callbacks: list[Any], folder: str, epochs: int = 1, saving: bool = False
+) -> str:
     try:
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -27,7 +29,7 @@ def fit(model: Net, callbacks: list[Any], folder: str, epochs: int = 1) -> str:
             default_root_dir=folder,
             enable_progress_bar=False,
             enable_model_summary=False,
-            enable_checkpointing=False,
+            enable_checkpointing=saving,
             limit_val_batches=0,
         )
         trainer.fit(model, data())
@@ -107,6 +109,54 @@ def local_steps(folder: str) -> dict[str, Any]:
     return {"scores": again, "ended": ended, "resumed": resumed_end}
 
 
+class Failing(Net):
+    """Fails in the middle of a round, with ranks that have parameters of their own; frozen ones
+    and tied ones beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied, self.frozen = self.net[0], torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if self.global_step == 2:
+            local = next(
+                c.wire for c in self.trainer.callbacks if isinstance(c, tw.lightning.Compression)
+            )
+            own = self.net[0].weight.detach().clone()
+            with local.common_parameters():
+                self.common = self.net[0].weight.detach().clone()
+            self.apart = not torch.equal(own, self.common)
+            raise RuntimeError("in the middle of a round")
+
+
+def failed(folder: str) -> dict[str, Any]:
+    """What is saved when an exception ends a fit, and what the model is afterwards."""
+    model, compression = Failing(), tw.lightning.Compression("local-sgd:3")
+    checkpoint = ModelCheckpoint(folder, filename="failed", save_on_exception=True)
+    error = fit(model, [compression, checkpoint], folder, saving=True)
+    kept = torch.load(f"{folder}/failed.ckpt", weights_only=False)["state_dict"]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        callbacks=[compression],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    torch.nn.init.ones_(model.net[0].weight)
+    trainer.validate(model, data(), verbose=False)
+    return {
+        "error": error,
+        "apart": model.apart,
+        "common": torch.equal(kept["net.0.weight"], model.common),
+        "tied": kept["net.0.weight"].data_ptr() == kept["tied.weight"].data_ptr(),
+        "frozen": torch.equal(kept["frozen.weight"], model.frozen.weight),
+        "loaded": bool((model.net[0].weight == 1).all()),
+    }
+
+
 class WithMomentum(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-2, momentum=0.9)
@@ -129,6 +179,7 @@ def main(folder: str) -> None:
         steps.append(callback.wire.step)
     found |= {"steps": steps, "batches": BATCHES, "losses": model.losses}
     found["local"] = local_steps(folder)
+    found["failed"] = failed(folder)
     model, callback = WithMomentum(), compression("dgc:0.1", min_numel=2)
     found["momentum"] = fit(model, [callback], folder)
     if torch.distributed.get_rank() == 0:

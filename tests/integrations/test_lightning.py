@@ -70,5 +70,9 @@ def test_what_cannot_be_is_refused(tmp_path):
     for again, before in local["scores"].values():
         assert again == pytest.approx(before, rel=1e-6)
     assert local["resumed"] == local["ended"]
+    # So does one that is saved when an exception ends a fit, after which the model is the user's.
+    failed = found["failed"]
+    assert failed.pop("error") == "RuntimeError: in the middle of a round"
+    assert failed == dict.fromkeys(("apart", "common", "tied", "frozen", "loaded"), True)
     # A method that takes over momentum has the optimizer that Lightning makes.
     assert found["momentum"] == ""

@@ -1,10 +1,12 @@
 """Lightning: ``Trainer(callbacks=[tw.lightning.Compression("quantize:4")])``."""
 
 import contextlib
-import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from thinwire.integrations.wiring import framework, takes_local_steps, wire_for
 from thinwire.parallel import LocalSteps, Wire
@@ -45,7 +47,11 @@ class Compression(_pytorch.Callback):  # type: ignore[misc]
         self.wire: Wire | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._training: LocalSteps | None = None  # the wire, if it is one, while it trains
+        self._ending = contextlib.ExitStack()  # of its training
         self._evaluation = contextlib.ExitStack()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._end_training()  # of a fit that an exception has ended
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         strategy = trainer.strategy
@@ -69,8 +75,9 @@ class Compression(_pytorch.Callback):  # type: ignore[misc]
             self._training = self.wire
             # A callback's on_save_checkpoint is not called for checkpoints of weights alone.
             strategy.lightning_module_state_dict = _common(
-                self.wire, strategy.lightning_module_state_dict
+                self.wire, trainer.optimizers, strategy.lightning_module_state_dict
             )
+            self._ending.callback(delattr, strategy, "lightning_module_state_dict")
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -92,17 +99,15 @@ class Compression(_pytorch.Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._training is not None:
             self._training.finish()
-            self._end_training(trainer)
+            self._end_training()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._evaluation.close()
-        if self._training is not None:
-            self._end_training(trainer)
+        self._evaluation.close()  # the training has not ended: other callbacks may save it
 
-    def _end_training(self, trainer: Any) -> None:
+    def _end_training(self) -> None:
         """From here on the model is what whoever sets its parameters makes it."""
         self._training = None
-        del trainer.strategy.lightning_module_state_dict
+        self._ending.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit" and self.wire is not None:
@@ -122,12 +127,32 @@ class Compression(_pytorch.Callback):  # type: ignore[misc]
         return f"thinwire.Compression({kind})"
 
 
-def _common(local: LocalSteps, state_dict: Callable[[], dict[str, Any]]) -> Any:
+def _common(
+    local: LocalSteps, optimizers: Sequence[Any], state_dict: Callable[[], dict[str, Any]]
+) -> Callable[[], dict[str, Any]]:
     """What goes into checkpoints as the model: in the middle of a round every process has
-    parameters of its own, and what was validated are the common ones."""
+    parameters of its own, and what was validated are the common ones.
+
+    What is trained is copied to the host: a device may have no room for a second model.
+    """
 
     def common() -> dict[str, Any]:
+        trained = {
+            _place(p) for each in optimizers for group in each.param_groups for p in group["params"]
+        }
+        copies: dict[Any, Tensor] = {}  # one of tied parameters
         with local.common_parameters():
-            return copy.deepcopy(state_dict())
+            found = state_dict()
+            for name, value in list(found.items()):
+                if isinstance(value, Tensor) and _place(value) in trained:
+                    place = _place(value)
+                    if place not in copies:
+                        copies[place] = value.to("cpu", copy=True)
+                    found[name] = copies[place]
+        return found
 
     return common
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape

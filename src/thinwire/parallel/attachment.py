@@ -17,7 +17,7 @@ from thinwire.parallel.sharded import attach_sharded, sharded_wire_of
 from thinwire.parallel.shards import Replicas, named_groups, replicas_of
 from thinwire.parallel.weights import WeightSettings
 from thinwire.parallel.wire import Wire
-from thinwire.torch_internals import ignored_by_ddp, is_fully_sharded, uncompiled
+from thinwire.torch_internals import delayed_by_ddp, ignored_by_ddp, is_fully_sharded, uncompiled
 
 
 def attach(
@@ -123,7 +123,7 @@ def attach(
         )
     groups = named_groups(ddp) if sharded else []
     named = parameter_names(ddp)
-    ignored = set() if sharded else ignored_by_ddp(ddp)
+    ignored = set() if sharded else ignored_by_ddp(ddp) | delayed_by_ddp(ddp)
     trained = {name: p for p, name in named if p.requires_grad and id(p) not in ignored}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():

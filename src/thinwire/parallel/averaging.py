@@ -54,7 +54,6 @@ class AveragingWire(Wire):
         self, tensors: Mapping[str, Tensor], *, together: bool = False, async_op: bool = False
     ) -> "AverageHandle":
         """Average tensors over the group, in place; see `Reducer.average`."""
-        _check_tensors(tensors, together)
         self._close(wait=False)
         self._expect(tensors)
         step = AveragingStep(self)
@@ -252,7 +251,8 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _check_tensors(tensors: Any, together: bool) -> None:
+def check_tensors(tensors: Any) -> None:
+    """Refuse what cannot be averaged."""
     if not isinstance(tensors, Mapping):
         kind = type(tensors).__name__
         raise TypeError(f"average takes tensors by name, {{'weight': tensor}}, got a {kind}")
@@ -270,6 +270,10 @@ def _check_tensors(tensors: Any, together: bool) -> None:
             )
         if tensor.layout != torch.strided:
             raise TypeError(f"{name}: a sparse tensor, call to_dense() first")
+
+
+def check_together(who: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what cannot be compressed as one."""
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors.values()}
-    if together and len(kinds) > 1:
-        raise ValueError(f"together: tensors of one type and device, got {kinds}")
+    if len(kinds) > 1:
+        raise ValueError(f"{who}: tensors of one type and device, got {kinds}")

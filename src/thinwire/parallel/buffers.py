@@ -17,8 +17,8 @@ from thinwire.collectives.options import Options
 from thinwire.reducer.saved_state import required
 
 BUFFER = "(buffer) "  # before the name of a buffer
-FLAGS = "(buffers)"  # a tensor that says which buffers are not what they were
-CHANGED, REPLACED = 0, 1  # its rows
+FLAGS = "(buffers)"  # two rows that say which buffers have changed, and which were replaced
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 class ModelBuffers:
@@ -26,6 +26,7 @@ class ModelBuffers:
 
     Args:
         module: that holds them.
+        ignored: ids of those that are nobody's concern.
 
     Attributes:
         names: of those that are averaged if they change, the floating-point ones.
@@ -33,16 +34,16 @@ class ModelBuffers:
         common: those of `names` as they were after the last exchange, the same on all ranks; none
             before the first step.
         sent: names of those that have changed on a rank.
-        apart: names of those that some rank has replaced by one of another shape, or removed: they
-            stay with each rank.
+        apart: names of those that stay with each rank: some rank has replaced them by one of
+            another shape or kind, or removed them, or they hold infinity and are changed.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignored: Collection[int] = ()) -> None:
         self._module = module
         found = {
             name: buffer
             for name, buffer in module.named_buffers()
-            if buffer.layout == torch.strided
+            if buffer.layout == torch.strided and id(buffer) not in ignored
         }
         self._paths = {name.replace("_orig_mod.", ""): name for name in found}
         self.like = {
@@ -55,13 +56,13 @@ class ModelBuffers:
         self.apart: set[str] = set()
 
     def find(self, name: str) -> Tensor | None:
-        """A buffer as it is now; None if it is one of another shape, or gone."""
+        """A buffer as it is now; None if it is one of another shape or kind, or gone."""
         try:
             buffer: Tensor | None = self._module.get_buffer(self._paths[name])
         except AttributeError:
             return None
         like = self.like[name]
-        if buffer is None or buffer.shape != like.shape:
+        if buffer is None or buffer.shape != like.shape or buffer.layout != torch.strided:
             return None
         return buffer if buffer.is_floating_point() == like.is_floating_point() else None
 
@@ -97,19 +98,21 @@ class ModelBuffers:
         if not names:
             return {}
         tensors = {}
-        flags = torch.zeros(2, len(self.names))
+        changed = [torch.zeros((), dtype=torch.bool, device=device)] * len(self.names)
+        replaced = [False] * len(self.names)
         for name in names:
             if name in self.apart:
                 continue
             own = self.find(name)
             if own is None:
-                flags[REPLACED, self._places[name]] = 1
-            elif name not in self.sent and not _same(own, self.common[name]):
-                flags[CHANGED, self._places[name]] = 1
+                replaced[self._places[name]] = True
+            elif name not in self.sent:
+                changed[self._places[name]] = _differ(own, self.common[name]).to(device)
             if name in self.sent:  # the other ranks expect it
                 values = self.common[name] if own is None else own
                 tensors[BUFFER + name] = values.detach().clone()
-        return {**tensors, FLAGS: flags.to(device)}
+        rows = torch.stack(changed), torch.tensor(replaced, device=device)
+        return {**tensors, FLAGS: torch.stack(rows).float()}
 
     def learn(self, averaged: Mapping[str, Tensor], size: int) -> tuple[set[str], set[str]]:
         """Which have changed, and which were replaced, on some rank; those not known before."""
@@ -119,10 +122,8 @@ class ModelBuffers:
         changed, replaced = (
             {name for name, count in zip(self.names, row, strict=True) if count} for row in counts
         )
-        for name in replaced:
-            self.apart.add(name)
-            self.common.pop(name, None)
-        self.sent = (self.sent | changed) - replaced
+        self.sent |= changed
+        self._leave(replaced)
         return changed - replaced, replaced
 
     def land(self, averaged: Mapping[str, Tensor], mixing: float) -> None:
@@ -130,31 +131,42 @@ class ModelBuffers:
         for name in self.common:
             if BUFFER + name in averaged:
                 self.common[name] = averaged[BUFFER + name]
-                self._follow(name, mixing)
+                own = self.find(name)
+                if own is not None:  # else replaced since: the next exchange tells
+                    move(own, self.common[name], mixing)
 
-    def go_back(self, averaged: Mapping[str, Tensor]) -> None:
-        """To what they were before an exchange that does not count."""
-        for name in self.common:
-            found = averaged.get(BUFFER + name)
-            if found is not None:
-                self._follow(name, 0.0)
-                if not bool(found.isfinite().all()):  # as it is now it may hold infinity, too
-                    self.sent.discard(name)
+    def go_back(self, names: Collection[str], averaged: Mapping[str, Tensor]) -> set[str]:
+        """To what they were before an exchange of these that does not count.
 
-    def _follow(self, name: str, mixing: float) -> None:
-        own = self.find(name)
-        if own is not None:  # replaced since: the next exchange tells
-            move(own, self.common[name], mixing)
+        Returns:
+            Those that hold infinity by nature, so that they would never be averaged: apart now.
+        """
+        for name, own in self.held(names).items():
+            _restore(own, self.common[name])
+        endless = {n for n in self.common.keys() & set(names) if not _finite(self.common[n])}
+        parted = {n for n in endless & self.sent if not _finite(averaged.get(BUFFER + n))}
+        self.sent -= endless
+        self._leave(parted)
+        return parted
+
+    def _leave(self, names: Collection[str]) -> None:
+        """Leave them apart, on all ranks."""
+        for name in names:
+            self.apart.add(name)
+            self.common.pop(name, None)
+        self.sent.difference_update(names)
 
     # Checkpoints.
 
     def state(self) -> dict[str, Any]:
         own = {name: buffer.detach() for name, buffer in self.held(self.names).items()}
+        buffers = {**self.common, **own}
         return {
-            "buffers": {**self.common, **own},
+            "buffers": buffers,
             "common_buffers": dict(self.common),
             "sent_buffers": sorted(self.sent),
-            "apart_buffers": sorted(self.apart.intersection(self.names)),
+            # Before the first step these, too, that this rank alone has replaced so far.
+            "apart_buffers": sorted(set(self.names).difference(buffers)),
         }
 
     def check(self, who: str, state: Mapping[str, Any], begun: bool) -> None:
@@ -176,11 +188,10 @@ class ModelBuffers:
     def load(self, states: Sequence[Mapping[str, Any]], begun: bool) -> None:
         """Go on from what was saved, from the mean of several."""
         first = states[0]
-        self.apart = set(first.get("apart_buffers", ()))
+        self.apart = {name for state in states for name in state.get("apart_buffers", ())}
         self.common = {}
         for name, own in self.held(self.names).items():
-            found = [state["buffers"][name] for state in states]
-            own.detach().copy_(found[0] if len(found) == 1 else mean(found))
+            _restore(own, mean([state["buffers"][name] for state in states]))
         if begun:
             self.common = {name: b.detach().clone() for name, b in first["common_buffers"].items()}
             for name, own in self.held(self.common).items():
@@ -190,12 +201,20 @@ class ModelBuffers:
         self.sent = set(first.get("sent_buffers", finite)).intersection(self.common)
 
 
-def _same(own: Tensor, before: Tensor) -> bool:
-    before = before.to(own)
-    # NaN is not equal to itself; looked at twice only where something has changed.
-    return torch.equal(own, before) or bool(
-        torch.isclose(own, before, rtol=0.0, atol=0.0, equal_nan=True).all()
-    )
+def _differ(own: Tensor, other: Tensor) -> Tensor:
+    """Whether they do, in any bit, as NaN is not equal to itself; nobody waits for a device."""
+    bits = BITS[own.dtype.itemsize]
+    return (own.detach().view(bits) != other.to(own).view(bits)).any()
+
+
+def _finite(tensor: Tensor | None) -> bool:
+    return tensor is None or bool(tensor.isfinite().all())
+
+
+def _restore(own: Tensor, to: Tensor) -> None:
+    """Nothing is written where nothing has changed: a constant may be an expanded tensor."""
+    if bool(_differ(own, to)):
+        own.detach().copy_(to)
 
 
 def move(tensor: Tensor, to: Tensor, mixing: float) -> None:
@@ -208,8 +227,11 @@ def move(tensor: Tensor, to: Tensor, mixing: float) -> None:
 
 
 def mean(tensors: Sequence[Tensor]) -> Tensor:
-    """In float64."""
-    total = tensors[0].double()
+    """In float64; of equal tensors the first itself, which their mean may miss by a rounding."""
+    first = tensors[0]
+    if not any(bool(_differ(first, tensor)) for tensor in tensors[1:]):
+        return first
+    total = first.double()
     for tensor in tensors[1:]:
         total = total + tensor.double()
     return total / len(tensors)

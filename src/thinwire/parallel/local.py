@@ -39,7 +39,7 @@ from thinwire.formatting import plural, show_bytes
 from thinwire.frames.code import wide_type
 from thinwire.methods import LocalRecipe, LocalSGD, OuterSGD, method_of
 from thinwire.optim.base import ExchangingOptimizer
-from thinwire.parallel.averaging import AverageHandle, AveragingStep, AveragingWire
+from thinwire.parallel.averaging import AverageHandle, AveragingStep, AveragingWire, check_together
 from thinwire.parallel.buffers import BUFFER, FLAGS, ModelBuffers, check_alike, mean, move
 from thinwire.parallel.configuration import (
     CompressorGiven,
@@ -51,13 +51,13 @@ from thinwire.parallel.ddp import hook_of
 from thinwire.parallel.model import described, parameter_names
 from thinwire.parallel.noise import NoiseGain
 from thinwire.parallel.optimizers import KnownOptimizer
-from thinwire.parallel.plan import GRANULARITIES, Piece
+from thinwire.parallel.plan import Piece, check_granularity
 from thinwire.parallel.replicas import ReplicaCheck, listed
 from thinwire.parallel.stats import Stats, stats_of
 from thinwire.policies.base import OptimizerKind, TensorInfo
 from thinwire.policies.schedule import Warmup
 from thinwire.reducer.saved_state import required, states_to_load
-from thinwire.torch_internals import is_dtensor, is_fsdp1, uncompiled
+from thinwire.torch_internals import ignored_by_ddp, is_dtensor, is_fsdp1, uncompiled
 
 if TYPE_CHECKING:
     from thinwire.parallel.checkpoint import LocalCheckpoint
@@ -110,7 +110,8 @@ class LocalSteps(AveragingWire):
 
     Args:
         model: a module, or one in DistributedDataParallel. Ranks that come with different
-            parameters or buffers, trained or not, start from those of the first rank of the group.
+            parameters or buffers, trained or not, start from those of the first rank of the group,
+            but for what DDP was told to ignore.
             Floating-point buffers are averaged from when they first change; others stay with each
             rank.
         optimizer: that trains it; or several, which all step once in each step, the last of them
@@ -202,11 +203,12 @@ class LocalSteps(AveragingWire):
         ddp = self._model if isinstance(self._model, DistributedDataParallel) else None
         self._live = _trained(self._model, self._optimizers)
         self._others = [p for p in _parameters(self._optimizers) if not p.requires_grad]
+        self._count = len(self._live) + len(self._others)  # of the optimizers, as last looked at
         module: nn.Module = self._model if ddp is None else ddp.module
-        self._buffers = ModelBuffers(module)
-        if granularity not in GRANULARITIES:
-            known = " or ".join(map(repr, GRANULARITIES))
-            raise ValueError(f"granularity must be {known}, got {granularity!r}")
+        ignored = set() if ddp is None else ignored_by_ddp(ddp)
+        self._ignored = ignored.difference(map(id, self._live.values()))
+        self._buffers = ModelBuffers(module, ignored)
+        check_granularity(granularity)
         self._together = granularity == "bucket"
         given = {
             "every": every,
@@ -282,6 +284,8 @@ class LocalSteps(AveragingWire):
         infos = described(module, cast("dict[str, nn.Parameter]", self._live))
         tensors = {n: info._replace(dtype=wide_type(info.dtype)) for n, info in infos.items()}
         likes = {name: _like(p) for name, p in self._live.items()}
+        if self._together:
+            check_together("granularity='bucket'", likes)
         for name, buffer in self._buffers.held(self._buffers.names).items():
             likes[BUFFER + name] = _like(buffer)
         likes[PROGRESS] = torch.zeros(2, device=self._device)
@@ -375,10 +379,18 @@ class LocalSteps(AveragingWire):
 
     # Steps.
 
-    def _check_optimizers(self) -> None:
-        live = {id(p) for p in self._live.values()}
-        still = {id(p) for p in self._others if not p.requires_grad}
-        known = live | still
+    def _check_optimizers(self, whole: bool) -> None:
+        """Refuse parameters that nobody knows.
+
+        Args:
+            whole: look at each of them, also where as many are there as before.
+        """
+        count = sum(len(group["params"]) for o in self._optimizers for group in o.param_groups)
+        if not (whole or count != self._count or any(p.requires_grad for p in self._others)):
+            return
+        self._count = count
+        known = {id(p) for p in self._live.values()}
+        known.update(id(p) for p in self._others if not p.requires_grad)
         new = [p for p in _parameters(self._optimizers) if id(p) not in known]
         if new:
             raise ValueError(
@@ -416,10 +428,11 @@ class LocalSteps(AveragingWire):
             self.inner_steps += 1
             self.finished = False
             self._unsent = [steps + 1 for steps in self._unsent]
-            self._check_optimizers()
+            due = min(self._unsent) >= self._period
+            self._check_optimizers(whole=due)
             if self._round is not None and self.inner_steps >= self._round.due:
                 self._land()
-            if min(self._unsent) >= self._period:
+            if due:
                 self._exchange(self._settings.overlap)
 
     @property
@@ -441,7 +454,9 @@ class LocalSteps(AveragingWire):
         """All ranks begin with the same model."""
         options = self._reducer.options
         self._buffers.part(self._device, options)
-        tensors: dict[str, Tensor] = {name: p for p, name in parameter_names(self._model)}
+        tensors: dict[str, Tensor] = {
+            name: p for p, name in parameter_names(self._model) if id(p) not in self._ignored
+        }
         for name, buffer in self._buffers.held(self._buffers.like).items():
             tensors[BUFFER + name] = buffer
         check = ReplicaCheck(tensors, options)
@@ -549,7 +564,7 @@ class LocalSteps(AveragingWire):
         if not landed.finite:
             self._skip(landed)
             return
-        parts = self._fragments if landed.fragment is None else [self._fragments[landed.fragment]]
+        parts = self._fragments_of(landed)
         # Those that had nothing to do have moved nothing: the others' average is what counts.
         scale = size / worked if worked and self._settings.average == "world" else 1.0
         plain = landed.fragment is None or worked == 0 or not self.outer
@@ -574,14 +589,17 @@ class LocalSteps(AveragingWire):
             self._keep(part.parameters, 0.0 if ending else self._settings.keep)
         self._buffers.land(landed.tensors, mixing)
 
+    def _fragments_of(self, landed: "Round") -> "list[Fragment]":
+        return self._fragments if landed.fragment is None else [self._fragments[landed.fragment]]
+
     def _learn_of_buffers(self, landed: "Round", size: int) -> None:
         changed, replaced = self._buffers.learn(landed.tensors, size)
         self._unsent_buffers = bool(changed)
         if replaced:
             warnings.warn(
-                f"LocalSteps: a rank has replaced buffers by others of another shape, or removed "
-                f"them: {listed(sorted(replaced))}. They are not averaged any more: each rank "
-                "keeps its own",
+                "LocalSteps: a rank has replaced buffers by others of another shape or kind, or "
+                f"removed them: {listed(sorted(replaced))}. They are not averaged any more: each "
+                "rank keeps its own",
                 ThinwireWarning,
                 stacklevel=2,
             )
@@ -605,9 +623,13 @@ class LocalSteps(AveragingWire):
         buffers = [name.removeprefix(BUFFER) for name in bad if name.startswith(BUFFER)]
         what = ["parameters"] if not buffers or any(name in self._live for name in bad) else []
         what += [f"buffers ({listed(buffers)})"] if buffers else []
+        names = [name for part in self._fragments_of(landed) for name in part.buffers]
+        parted = sorted(self._buffers.go_back(names, landed.tensors))
+        apart = f". {listed(parted)} held infinity before, too: not averaged any more"
         warnings.warn(
             f"LocalSteps: {' and '.join(what)} of a rank hold NaN or infinity; all ranks go back "
-            "to those of the round before. A rank whose optimizer holds NaN will bring it again",
+            "to those of the round before. A rank whose optimizer holds NaN will bring it again"
+            f"{apart if parted else ''}",
             ThinwireWarning,
             stacklevel=2,
         )
@@ -615,7 +637,6 @@ class LocalSteps(AveragingWire):
             if name in self._shared:
                 move(self._live[name], self._shared[name], 0.0)
                 self._bases.pop(name, None)
-        self._buffers.go_back(landed.tensors)
 
     def finish(self) -> None:
         """This rank has no more data: end with common parameters. All ranks call this.
@@ -822,7 +843,7 @@ class LocalSteps(AveragingWire):
             self._skipped, self._differences = first["skipped"], {}
             for name, p in self._live.items():
                 found = [one["local"]["parameters"][name] for one in states]
-                p.copy_(found[0] if len(found) == 1 else mean(found))
+                p.copy_(mean(found))
             self._buffers.load([one["local"] for one in states], bool(first["shared"]))
             for optimizer, kept in zip(self._optimizers, own["inner"], strict=True):
                 optimizer.load_state_dict(kept)

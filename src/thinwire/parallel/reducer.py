@@ -11,7 +11,7 @@ from thinwire.collectives.handle import Handle
 from thinwire.collectives.options import Group, NodesGiven, Timeout
 from thinwire.compressors import Compressor
 from thinwire.feedback import Feedback
-from thinwire.parallel.averaging import AveragingWire
+from thinwire.parallel.averaging import AveragingWire, check_tensors, check_together
 from thinwire.parallel.configuration import CompressorGiven, Configuration, Scaler
 from thinwire.telemetry import Ledger
 
@@ -158,6 +158,9 @@ class Reducer(AveragingWire):
         """
         if self._detached:
             raise ValueError("this reducer is detached: make a new one and load its state_dict()")
+        check_tensors(tensors)
+        if together:
+            check_together("together", tensors)
         return self._average(tensors, together=together, async_op=async_op)
 
     def _expected(self) -> Mapping[str, Tensor] | None:

@@ -26,8 +26,8 @@ def check_replicas(
 
     Args:
         model: a module, wrapped in DDP or not. All ranks of the group call this. One whose
-            parameters are sharded (FSDP) is refused: ranks hold different shards. Parameters that
-            DDP was told to ignore are not compared.
+            parameters are sharded (FSDP) is refused: ranks hold different shards. Parameters and
+            buffers that DDP was told to ignore are not compared.
         group: a process group; None is the one of a DDP module, or the default one.
         buffers: compare buffers as well. DDP sends those of rank 0 to the others at the start of
             each forward pass, so between steps they may differ where all is well.
@@ -37,9 +37,10 @@ def check_replicas(
     _check_whole(model, named)
     inner = uncompiled(model)
     ignored = ignored_by_ddp(inner) if isinstance(inner, DistributedDataParallel) else set()
-    tensors: dict[str, Tensor] = {name: p for p, name in named if id(p) not in ignored}
+    tensors: dict[str, Tensor] = {name: p for p, name in named}
     if buffers:
         tensors.update(model.named_buffers())
+    tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) not in ignored}
     own = getattr(inner, "process_group", None) if group is None else group
     ReplicaCheck(tensors, Options.of(own, timeout=timeout)).start()
 
